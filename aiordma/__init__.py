@@ -1,0 +1,97 @@
+"""RDMA for asyncio: one-sided reads and writes, atomics and messages, awaited.
+
+Over InfiniBand, RoCE or iWARP; where a machine has no RDMA, over a software device of aiordma's own.
+"""
+
+from aiordma.batch import Batch
+from aiordma.cm import CMID
+from aiordma.completion import CompletionQueue
+from aiordma.connection import Connection, connect
+from aiordma.device import AsyncEvent, Context, ProtectionDomain, devices, open_device
+from aiordma.enums import Access, AsyncEventType, Opcode, QPState, RejectReason, SendFlags, WCOpcode, WCStatus
+from aiordma.errors import (
+    AddressError,
+    BrokenError,
+    BusyError,
+    ClosedError,
+    CompletionError,
+    ConnectError,
+    ConnectTimeoutError,
+    DeviceError,
+    FlushedError,
+    LocalError,
+    ProtocolError,
+    RDMAError,
+    RejectedError,
+    RemoteError,
+    RetryExceededError,
+    RNRError,
+    RouteError,
+    UnreachableError,
+    UnsupportedError,
+)
+from aiordma.inbox import Message
+from aiordma.listener import ConnectRequest, Listener, Server, listen, serve
+from aiordma.memory import MemoryPool, MemoryRegion, MemorySlice
+from aiordma.queue_pair import QueuePair
+from aiordma.types import SGE, Capabilities, ConnParam, DeviceInfo, PortAttr, RecvWR, RemoteRegion, SendWR
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CMID",
+    "SGE",
+    "Access",
+    "AddressError",
+    "AsyncEvent",
+    "AsyncEventType",
+    "Batch",
+    "BrokenError",
+    "BusyError",
+    "Capabilities",
+    "ClosedError",
+    "CompletionError",
+    "CompletionQueue",
+    "ConnParam",
+    "ConnectError",
+    "ConnectRequest",
+    "ConnectTimeoutError",
+    "Connection",
+    "Context",
+    "DeviceError",
+    "DeviceInfo",
+    "FlushedError",
+    "Listener",
+    "LocalError",
+    "MemoryPool",
+    "MemoryRegion",
+    "MemorySlice",
+    "Message",
+    "Opcode",
+    "PortAttr",
+    "ProtectionDomain",
+    "ProtocolError",
+    "QPState",
+    "QueuePair",
+    "RDMAError",
+    "RNRError",
+    "RecvWR",
+    "RejectReason",
+    "RejectedError",
+    "RemoteError",
+    "RemoteRegion",
+    "RetryExceededError",
+    "RouteError",
+    "SendFlags",
+    "SendWR",
+    "Server",
+    "UnreachableError",
+    "UnsupportedError",
+    "WCOpcode",
+    "WCStatus",
+    "connect",
+    "devices",
+    "listen",
+    "open_device",
+    "serve",
+]

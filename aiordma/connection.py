@@ -1,0 +1,609 @@
+"""Connection: a connected queue pair, its memory and its life; `connect()` makes one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, TypeAlias
+
+from aiordma.batch import Batch
+from aiordma.cm import CMID, resolve_host
+from aiordma.device import Context, ProtectionDomain, choose_device, driver_of, loop_state
+from aiordma.enums import Access, Opcode, SendFlags
+from aiordma.errors import BrokenError, ClosedError, ConnectError, RejectedError, UnsupportedError
+from aiordma.inbox import Inbox, Message
+from aiordma.memory import MemoryRegion, MemorySlice, as_bytes
+from aiordma.opening import Opening
+from aiordma.queue_pair import QueuePair
+from aiordma.types import Buffer, Capabilities, ConnParam, RemoteRegion, SocketAddress
+
+__all__ = ["Connection", "Memory", "connect"]
+
+#: Registered memory of this side.
+Memory: TypeAlias = MemoryRegion | MemorySlice
+
+#: Unregistered data up to this is copied at the call, above it is registered for the one operation.
+BOUNCE_SIZE: Final = 64 * 1024
+
+_READ: Final = Opcode.RDMA_READ
+_WRITE: Final = Opcode.RDMA_WRITE
+_SEND: Final = Opcode.SEND
+_SIGNALED: Final = int(SendFlags.SIGNALED)
+#: `fence: bool` is or-ed into the flags as it is.
+assert int(SendFlags.FENCE) == int(True)  # noqa: S101
+_SOLICITED: Final = int(SendFlags.SOLICITED)
+_REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+_NATIVE_U64: Final = struct.Struct("=Q")
+
+
+class _Landing:
+    """Eight bytes that an atomic's old value comes back to; used again once it was taken."""
+
+    __slots__ = ("_free", "memory", "view")
+
+    def __init__(self, free: list[_Landing], memory: Memory) -> None:
+        self._free = free
+        self.memory = (memory,)
+        self.view = memory.view
+
+    def take(self) -> int:
+        value: int = _NATIVE_U64.unpack_from(self.view)[0]
+        self._free.append(self)
+        return value
+
+
+class Connection:
+    """A connection to a peer: one-sided operations on its memory, atomics, and messages.
+
+    `read`, `write`, `send`, the atomics and `barrier` post now and return a future: ten reads are ten calls and one
+    `gather`. Requests of a connection are executed in the order of the calls; a READ's answer may come after a later
+    WRITE was placed, unless that has `fence=True`.
+
+    Made by `connect()` and by `ConnectRequest.accept()`, not directly.
+
+    Attributes:
+        qp: the queue pair.
+        pd: the protection domain that its memory belongs to.
+        context: the device.
+        peer_private_data: what the peer sent along with its connect or accept, as it arrived: on IB and RoCE
+            padded with zeros.
+    """
+
+    def __init__(self, cm_id: CMID, pd: ProtectionDomain, param: ConnParam) -> None:
+        self._cm_id = cm_id
+        self._loop = asyncio.get_running_loop()
+        self.pd = pd
+        self.context: Context = pd.context
+        self.param = param
+        self.qp: QueuePair = pd.create_qp(param)
+        self.qp.peer = cm_id.peer_addr
+        # The loop's tables reach queue pair and identifier: an unclosed connection is only collected, and complains,
+        # if nothing in there refers to it.
+        self.qp.on_failure = _weakly(self._on_failure)
+        cm_id.on_disconnected = _weakly(self._on_disconnected)
+        self.peer_private_data = b""
+        self._max_inline = self.context.capabilities.max_inline_data
+        self._landings: list[_Landing] = []
+        self._regions: list[MemoryRegion] = []
+        self._closing: asyncio.Task[None] | None = None
+        self._established = False
+        self._inbox = Inbox(self.qp, pd.alloc(param.recv_size * param.recv_depth), param)
+
+    # -- one-sided operations -----------------------------------------------------------------------------------
+
+    def read(
+        self, remote: RemoteRegion, into: Memory | Sequence[Memory] | None = None, *, fence: bool = False
+    ) -> asyncio.Future[Any]:
+        """Read the peer's memory (IBV_WR_RDMA_READ). The peer's program takes no part.
+
+        Success proves that the data is in `into`, and that every WRITE of this connection before it is placed.
+
+        Ownership: `into` is the device's until the future is done; after a cancel, until `await into.idle()`.
+        Cancellation: drops the waiter, not the request.
+
+        Args:
+            remote: where to read; it must be at least as long as `into`.
+            into: registered memory, or a list of pieces filled in order; without it the future gives `bytes`.
+            fence: start only when all READs and atomics before it are done.
+
+        Returns:
+            A future of None, or of the bytes read if there is no `into`.
+
+        Raises:
+            ValueError: `into` is longer than `remote`.
+            ClosedError, BrokenError: the connection ended.
+            RemoteError: (the future) the peer's device refused: key, bounds, rights. See `reason`.
+        """
+        if into is None:
+            memory = self.pd.alloc(remote.length)
+            view = memory.view
+            return self.qp.post_send(
+                _READ, (memory,), remote.addr, remote.rkey, None, _SIGNALED | fence, view.tobytes
+            )
+        if isinstance(into, (MemorySlice, MemoryRegion)):
+            sg_list: Sequence[Memory] = (into,)
+            length = into.length
+        else:
+            sg_list = self._scatter(into)
+            length = sum([memory.length for memory in sg_list])
+        if length > remote.length:
+            raise ValueError(f"{length} bytes to read, but the remote region has {remote.length}")
+        return self.qp.post_send(_READ, sg_list, remote.addr, remote.rkey, None, _SIGNALED | fence)
+
+    def write(
+        self, remote: RemoteRegion, data: Memory | Buffer | Sequence[Memory], *, imm: int | None = None, fence: bool = False
+    ) -> asyncio.Future[None]:
+        """Write the peer's memory (IBV_WR_RDMA_WRITE). The peer's program takes no part, unless `imm` is given.
+
+        What success proves depends on the device (`capabilities.success_proves`): that the peer's device
+        acknowledged, or only that the data was handed to TCP. `barrier()` proves placement on every device.
+
+        Ownership: registered memory is the device's until the future is done; `bytes` are kept by reference; other
+        buffers are copied at the call up to 64 KiB, above that they are registered for this operation and borrowed.
+        Cancellation: drops the waiter, not the request.
+
+        Args:
+            remote: where to write; it must be at least as long as the data.
+            data: registered memory or a list of it, or any contiguous buffer.
+            imm: 32 bits delivered to the peer as a message when the data is placed; takes a receive there.
+            fence: start only when all READs and atomics before it are done.
+
+        Raises:
+            ValueError: the data is longer than `remote`.
+            UnsupportedError: `imm`, on a device that can't.
+            ClosedError, BrokenError: the connection ended; a refused WRITE may show here on the next call only.
+        """
+        sg_list, inline, length = self.source(data)
+        if length > remote.length:
+            raise ValueError(f"{length} bytes to write, but the remote region has {remote.length}")
+        flags = _SIGNALED | fence
+        if imm is None:
+            return self.qp.post_send(_WRITE, sg_list, remote.addr, remote.rkey, inline, flags)
+        self._require("write_with_imm", "write with immediate")
+        _check_u32("imm", imm)
+        opcode = Opcode.RDMA_WRITE_WITH_IMM
+        return self.qp.post_send(opcode, sg_list, remote.addr, remote.rkey, inline, flags, imm_data=imm)
+
+    def fetch_add(self, remote: RemoteRegion, value: int, *, fence: bool = False) -> asyncio.Future[int]:
+        """Add to 8 bytes of the peer's memory, atomically (IBV_WR_ATOMIC_FETCH_AND_ADD).
+
+        They are an unsigned integer in the peer's byte order; the sum wraps at 2**64, so a negative `value` subtracts.
+        Atomic towards other atomics of the same device. The address must be a multiple of 8.
+
+        Cancellation: drops the waiter; the addition may have been executed.
+
+        Returns:
+            A future of the value before.
+
+        Raises:
+            UnsupportedError: the device has no atomics.
+            RemoteError: (the future) refused: key, bounds, REMOTE_ATOMIC right, alignment.
+        """
+        landing = self.landing(remote)
+        return self.qp.post_send(
+            Opcode.ATOMIC_FETCH_AND_ADD, landing.memory, remote.addr, remote.rkey, None, _SIGNALED | fence,
+            landing.take, compare_add=value & 0xFFFFFFFFFFFFFFFF,
+        )  # fmt: skip
+
+    def compare_swap(
+        self, remote: RemoteRegion, compare: int, swap: int, *, fence: bool = False
+    ) -> asyncio.Future[int]:
+        """Replace 8 bytes of the peer's memory if they equal `compare` (IBV_WR_ATOMIC_CMP_AND_SWP).
+
+        Returns:
+            A future of the value before: it was replaced if that equals `compare`.
+
+        As `fetch_add` in everything else.
+        """
+        landing = self.landing(remote)
+        return self.qp.post_send(
+            Opcode.ATOMIC_CMP_AND_SWP, landing.memory, remote.addr, remote.rkey, None, _SIGNALED | fence,
+            landing.take, compare_add=compare & 0xFFFFFFFFFFFFFFFF, swap=swap & 0xFFFFFFFFFFFFFFFF,
+        )  # fmt: skip
+
+    def barrier(self) -> asyncio.Future[None]:
+        """Wait for all WRITEs before it to be placed in the peer's memory: a READ of nothing, behind them.
+
+        Its success proves placement on every device.
+        """
+        return self.qp.post_send(_READ, ())
+
+    def batch(self) -> Batch:
+        """Collect operations, and post them as one linked list: `async with conn.batch() as b: b.read(...)`."""
+        return Batch(self)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        data: Memory | Buffer | Sequence[Memory],
+        *,
+        imm: int | None = None,
+        invalidate: int | None = None,
+        solicited: bool = False,
+        fence: bool = False,
+    ) -> asyncio.Future[None]:
+        """Send a message (IBV_WR_SEND). It takes one receive of the peer's.
+
+        Success proves that it was handed to TCP, or acknowledged by the peer's device: not that a program saw it.
+        Where the peer has no receive posted it waits (`capabilities.unreceived_send_waits`), else ends the connection.
+
+        Ownership and cancellation: as for `write`.
+
+        Args:
+            data: the message; it may be empty.
+            imm: 32 bits beside it (IBV_WR_SEND_WITH_IMM).
+            invalidate: a key of the peer's to be invalidated at delivery (IBV_WR_SEND_WITH_INV).
+            solicited: count for a peer that waits for solicited events only.
+            fence: start only when all READs and atomics before it are done.
+
+        Raises:
+            UnsupportedError: `imm` or `invalidate`, on a device that can't.
+        """
+        sg_list, inline, _ = self.source(data)
+        flags = _SIGNALED | fence | (_SOLICITED if solicited else 0)
+        if imm is None and invalidate is None:
+            return self.qp.post_send(_SEND, sg_list, 0, 0, inline, flags)
+        if imm is not None and invalidate is not None:
+            raise ValueError("imm and invalidate share one field of the message: give one of them")
+        if invalidate is not None:
+            self._require("send_with_invalidate", "send with invalidate")
+            value, opcode = _check_u32("invalidate", invalidate), Opcode.SEND_WITH_INV
+        else:
+            self._require("send_with_imm", "send with immediate; write(..., imm=) does")
+            value, opcode = _check_u32("imm", imm), Opcode.SEND_WITH_IMM
+        return self.qp.post_send(opcode, sg_list, 0, 0, inline, flags, imm_data=value)
+
+    async def recv(self) -> bytes:
+        """Receive a message, as a copy. Messages come whole and in order.
+
+        Cancellation: safe, no message is lost.
+
+        Raises:
+            BrokenError: the connection ended, and everything that came before was received.
+            ClosedError: you closed it.
+            BusyError: another task is receiving.
+        """
+        return await self._inbox.recv()
+
+    async def recv_message(self) -> Message:
+        """Receive a message without a copy: it is lent until its `release()`. As `recv` in everything else."""
+        return await self._inbox.recv_message()
+
+    async def recv_into(self, buffer: Memory | Buffer) -> int:
+        """Receive a message into a buffer, registered or not, and give its length. As `recv` in everything else.
+
+        Raises:
+            ValueError: the message is longer than the buffer; it stays, and can be received again.
+        """
+        view = buffer.view if isinstance(buffer, (MemorySlice, MemoryRegion)) else memoryview(buffer).cast("B")
+        return await self._inbox.recv_into(view)
+
+    def __aiter__(self) -> Self:
+        """Iterate over messages, until the peer disconnects."""
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self._inbox.recv()
+        except BrokenError as error:
+            if error.orderly:
+                raise StopAsyncIteration from None
+            raise
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def alloc(self, length: int, *, access: Access = Access.LOCAL_WRITE) -> MemoryRegion:
+        """Allocate registered memory: for local use from the pool, with undefined content; else zeroed, with its own key.
+
+        With remote rights it stays registered until the connection closes, unless you close it before.
+        """
+        return self._keep(self.pd.alloc(length, access=access))
+
+    def register(self, buffer: Buffer, *, access: Access | None = None) -> MemoryRegion:
+        """Register a buffer of yours (ibv_reg_mr); see `ProtectionDomain.register`.
+
+        With remote rights it stays registered until the connection closes, unless you close it before.
+        """
+        return self._keep(self.pd.register(buffer, access=access))
+
+    def _keep(self, region: MemoryRegion) -> MemoryRegion:
+        if region.access & _REMOTE:
+            self._regions = [known for known in self._regions if not known.closed]
+            self._regions.append(region)
+        return region
+
+    def adopt(self, regions: Sequence[MemoryRegion]) -> None:
+        """Keep regions registered until the connection closes."""
+        for region in regions:
+            self._keep(region)
+
+    def source(self, data: Memory | Buffer | Sequence[Memory]) -> tuple[Sequence[Memory], bytes | None, int]:
+        """Give what is to be sent as a gather list or inline, and its length."""
+        if type(data) is bytes:
+            if len(data) <= self._max_inline:
+                return (), data, len(data)
+        elif isinstance(data, (MemorySlice, MemoryRegion)):
+            return (data,), None, data.length
+        elif isinstance(data, (list, tuple)):
+            sg_list = self._scatter(data)
+            return sg_list, None, sum([memory.length for memory in sg_list])
+        view = as_bytes(data)
+        length = len(view)
+        if length <= self._max_inline:
+            return (), bytes(view), length
+        if length <= BOUNCE_SIZE:
+            memory = self.pd.alloc(length)
+            memory.view[:] = view
+            return (memory,), None, length
+        return (self.pd.register(view, access=Access(0)),), None, length
+
+    def _scatter(self, pieces: Sequence[Memory]) -> Sequence[Memory]:
+        for piece in pieces:
+            if not isinstance(piece, (MemorySlice, MemoryRegion)):
+                raise TypeError(f"pieces must be registered memory, not {type(piece).__name__}: see register()")
+        if len(pieces) > self.param.max_sge:
+            raise ValueError(f"{len(pieces)} pieces, the queue pair takes {self.param.max_sge}: ConnParam(max_sge=)")
+        return tuple(pieces)
+
+    def landing(self, remote: RemoteRegion) -> _Landing:
+        self._require("atomics", "atomics")
+        if remote.length < 8:
+            raise ValueError(f"an atomic works on 8 bytes, the remote region has {remote.length}")
+        return self._landings.pop() if self._landings else _Landing(self._landings, self.pd.alloc(8))
+
+    def _require(self, capability: str, what: str) -> None:
+        if not getattr(self.capabilities, capability):
+            raise UnsupportedError(f"device {self.device} can't do {what}; see Capabilities.{capability}")
+
+    # -- flow control and the end -----------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Wait while too much waits for room in the send queue; see `QueuePair.drain`.
+
+        Raises:
+            ClosedError, BrokenError: the connection ended.
+        """
+        await self.qp.drain()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Bound what waits for room in the send queue, in bytes, as asyncio's transports do."""
+        self.qp.set_write_buffer_limits(high, low)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it is closed, being closed, or ended from outside."""
+        return self.qp.refusal is not None
+
+    async def close(self, *, timeout: float = 5.0) -> None:
+        """Close: posted work finishes within `timeout` seconds, then disconnect, flush, free. Idempotent.
+
+        From any state, and from several tasks at once. Everything still in flight after `timeout` ends as flushed.
+        Regions with remote rights made through this connection are deregistered.
+
+        Cancellation: drops the waiter; the closing itself goes on.
+
+        """
+        if self._closing is None:
+            self.qp.refuse(ClosedError(f"{self!r} was closed"))
+            self._closing = self._loop.create_task(self._close(timeout))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, timeout: float) -> None:
+        deadline = self._loop.time() + timeout
+        try:
+            if self._established:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await self.qp.settled()
+                        self._cm_id.disconnect()
+                        await self._cm_id.disconnected()
+        finally:
+            self._free()
+
+    def abort(self) -> None:
+        """End at once: everything in flight is flushed, the peer sees the connection break. Idempotent."""
+        self.qp.refuse(ClosedError(f"{self!r} was aborted"))
+        self._free()
+
+    def _free(self) -> None:
+        self._landings.clear()
+        _free(self.qp, self._inbox, self._cm_id, self._regions)
+
+    def _on_failure(self, failure: BaseException) -> None:
+        """The queue pair failed: the device must let go of everything, and the peer must know."""
+        if not isinstance(failure, ClosedError):
+            self.qp.driver.to_error()
+            self._cm_id.disconnect()
+
+    def _on_disconnected(self, reason: str) -> None:
+        """The peer disconnected, or is gone: answer it, and flush."""
+        if self._closing is None and not self.qp.closed:
+            self._cm_id.disconnect()
+            self.qp.fail(BrokenError(reason, orderly=self.qp.driver.disconnected))
+            self.qp.to_error()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_cm_id", None) is None or self._cm_id.destroyed:
+            return
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
+        arguments = (self.qp, self._inbox, self._cm_id, self._regions)
+        if self._loop.is_closed():
+            _free(*arguments)
+        else:  # the collector may run in any thread
+            self._loop.call_soon_threadsafe(_free, *arguments)
+
+    # -- who and where ----------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the device can do."""
+        return self.context.capabilities
+
+    @property
+    def device(self) -> str:
+        """The device's name."""
+        return self.context.name
+
+    @property
+    def local_addr(self) -> SocketAddress:
+        """This side's address."""
+        return self._cm_id.local_addr
+
+    @property
+    def peer_addr(self) -> SocketAddress:
+        """The peer's address."""
+        return self._cm_id.peer_addr
+
+    def __repr__(self) -> str:
+        state = "closed" if self.qp.closed else self.qp.state.name
+        return f"<Connection to {self.peer_addr} on {self.device} QP {self.qp.qp_num} {state}>"
+
+    # -- establishing -----------------------------------------------------------------------------------------------
+
+    async def establish(self, step: Callable[[QueuePair, ConnParam, bytes], Awaitable[Any]], private_data: bytes) -> None:
+        """Connect or accept; what was made is freed if that fails or is cancelled."""
+        try:
+            event = await step(self.qp, self.param, private_data)
+        except BaseException:
+            self.qp.refuse(ClosedError("the connection was not established"))
+            self._free()
+            raise
+        self._established = True
+        self.qp.peer = self._cm_id.peer_addr
+        self.peer_private_data = event.private_data or self.peer_private_data
+
+
+def _check_u32(name: str, value: int | None) -> int:
+    if value is None or not 0 <= value <= 0xFFFFFFFF:
+        raise ValueError(f"{name} is 32 bits, not {value}")
+    return value
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Make a callback that doesn't keep its object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        if (target := weak()) is not None:
+            target(argument)
+
+    return call
+
+
+def _free(qp: QueuePair, inbox: Inbox, cm_id: CMID, regions: list[MemoryRegion]) -> None:
+    """Free what a connection has, in order: queue pair, identifier, memory. Idempotent."""
+    qp.refuse(ClosedError("the connection was closed"))
+    qp.close()
+    cm_id.destroy()
+    inbox.end()
+    for region in regions:
+        region.deregister()
+    regions.clear()
+
+
+def connect(
+    host: str,
+    port: int,
+    *,
+    device: str | None = None,
+    private_data: bytes = b"",
+    param: ConnParam | None = None,
+    local_addr: tuple[str, int] | None = None,
+    pd: ProtectionDomain | None = None,
+) -> Opening[Connection]:
+    """Connect to a listener: `async with aiordma.connect(host, port) as conn`, or `conn = await aiordma.connect(...)`.
+
+    Cancellation: closes what it had. For a time limit, use `asyncio.timeout`.
+
+    Args:
+        host: name or address, IPv4 or IPv6; each address it resolves to is tried in turn.
+        port: the listener's.
+        device: "soft", "rdma" or a device's name; by default AIORDMA_DEVICE, else the best there is.
+        private_data: bytes the listener's program sees with the request; the limit is the device's.
+        param: queue sizes, depths, time-outs.
+        local_addr: address and port of this side, 0 for any port.
+        pd: a protection domain of your own; by default the device's.
+
+    Raises:
+        AddressError: the name doesn't resolve, or no device reaches it.
+        RejectedError: the peer's program said no, with its private data; or nothing listens there.
+        UnreachableError, ConnectTimeoutError: the host didn't answer.
+        DeviceError: there is no such device.
+        ValueError: the private data is too long.
+    """
+
+    async def make() -> Connection:
+        return await _connect(host, port, device, private_data, param or ConnParam(), local_addr, pd)
+
+    return Opening(make)
+
+
+async def _connect(
+    host: str,
+    port: int,
+    device: str | None,
+    private_data: bytes,
+    param: ConnParam,
+    local_addr: tuple[str, int] | None,
+    pd: ProtectionDomain | None,
+) -> Connection:
+    name = choose_device(device)
+    errors: list[ConnectError] = []
+    for address in await resolve_host(host, port):
+        source = (await resolve_host(*local_addr))[0] if local_addr else None
+        try:
+            return await _connect_address(name, address, source, private_data, param, pd)
+        except RejectedError as error:
+            if error.status == 28:  # the peer's program has spoken
+                raise
+            errors.append(error)
+        except ConnectError as error:
+            errors.append(error)
+    for other in errors[1:]:
+        errors[0].add_note(f"and: {other}")
+    raise errors[0]
+
+
+async def _connect_address(
+    device: str,
+    address: SocketAddress,
+    source: SocketAddress | None,
+    private_data: bytes,
+    param: ConnParam,
+    pd: ProtectionDomain | None,
+) -> Connection:
+    state = loop_state()
+    cm_id = CMID(state, driver_of(device))
+    try:
+        await cm_id.resolve_addr(address, source)
+        await cm_id.resolve_route()
+        context = state.context(cm_id.device_name)
+        check_private_data(private_data, context.capabilities.max_connect_private_data)
+        connection = Connection(cm_id, pd or context.pd, param)
+    except BaseException:
+        cm_id.destroy()
+        raise
+    await connection.establish(cm_id.connect, private_data)
+    return connection
+
+
+def check_private_data(private_data: bytes, limit: int) -> None:
+    """Refuse private data that the transport can't carry, before anything is sent."""
+    if len(private_data) > limit:
+        raise ValueError(f"private data has {len(private_data)} bytes, this device carries {limit}")
+
+

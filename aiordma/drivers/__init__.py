@@ -1,0 +1,1 @@
+"""Drivers: what is below the seam. `base` is the seam itself."""

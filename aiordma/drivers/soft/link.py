@@ -1,0 +1,347 @@
+"""A soft QP's TCP connection: bytes from the socket to the endpoint, FPDUs from its outbox to the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import Final
+
+from aiordma.drivers.soft.endpoint import Endpoint
+from aiordma.drivers.soft.mpa import Framer, Negotiated, mulpdu
+
+#: ULPDU towards our own kind: the length field's limit, less what would make a tagged payload end off a cache line.
+OUR_MULPDU: Final = 65_518
+#: Buffers of one sendmsg: half of IOV_MAX, as an FPDU may have several.
+_GATHER: Final = 340
+#: While a payload is placed directly, bytes read beyond it: the next header, not a second copy of the data.
+_LOOKAHEAD: Final = 2048
+#: Reads of one wake-up that filled all the room they had, before other sockets get their turn.
+_READS_PER_WAKEUP: Final = 4
+#: Seconds for the peer to close its side after we did.
+LINGER: Final = 5.0
+#: Seconds between looks at a socket that may not be read because too many messages wait.
+_PEEK_INTERVAL: Final = 0.25
+_TCP_ESTABLISHED: Final = 1
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+
+
+class Link:
+    """Joins an endpoint to its socket, on the event loop.
+
+    One `recv_into` a wake-up into a staging buffer that all links of a device share, since an FPDU is processed before
+    the next link reads; a payload in the middle goes from the socket straight to where it belongs. What is posted in
+    one turn of the loop leaves together: towards our own kind in one gathered send, towards others one FPDU a
+    `sendmsg(MSG_EOR)`, since siw corrupts its kernel's memory when a header is split between two segments.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        endpoint: Endpoint,
+        agreed: Negotiated,
+        staging: memoryview,
+        on_progress: Callable[[], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._sock: socket.socket | None = sock
+        self._fd = sock.fileno()
+        self._endpoint = endpoint
+        self._outbox = endpoint.outbox
+        self._staging = staging
+        self._on_progress = on_progress
+        self._on_closed = on_closed
+        # Markers tie each FPDU to its place in the stream: then one is framed only when it is sent.
+        self._ours = agreed.ours and not agreed.send_markers
+        self._framer = Framer(crc=agreed.crc, markers=agreed.send_markers) if agreed.crc or agreed.send_markers else None
+        self._carry = b""
+        self._skip = 0
+        self._reading = False
+        self._writing = False
+        self._flush_scheduled = False
+        self._shut = False
+        self._fin = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.error: OSError | None = None
+
+    def start(self, initiator: bool, agreed: Negotiated, leftover: bytes) -> None:
+        """Enter full operation; `leftover` came glued to the handshake."""
+        assert self._sock is not None
+        limit = OUR_MULPDU
+        if not self._ours:
+            # An FPDU of a peer that isn't known to be ours must fit a segment (RFC 5044 section 4.1).
+            mss = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+            limit = min(OUR_MULPDU, mulpdu(mss, agreed.send_markers))
+        self._endpoint.start(agreed, initiator=initiator, mulpdu=limit)
+        self._resume()
+        if leftover:
+            staging = self._staging
+            staging[: len(leftover)] = leftover
+            self._feed(0, len(leftover))
+        self.flush()
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        for _ in range(_READS_PER_WAKEUP):
+            if not self._read_once():
+                break
+        if self._sock is not None:
+            self.flush()
+        self._on_progress()
+
+    def _read_once(self) -> bool:
+        """Read and process once; True if the socket may hold more."""
+        sock = self._sock
+        if sock is None:
+            return False
+        staging = self._staging
+        placement = self._endpoint.placement
+        try:
+            if placement is not None:
+                room = placement.left + _LOOKAHEAD
+                count = sock.recvmsg_into([*placement.views, staging[:_LOOKAHEAD]])[0]
+                start, end = self._placed(count)
+            else:
+                start = len(self._carry)
+                staging[:start] = self._carry
+                room = len(staging) - start
+                count = sock.recv_into(staging[start:])
+                end = start + count
+                start = 0
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self.error = error
+            self._lost(f"the connection broke: {error.strerror}")
+            return False
+        if not count:
+            whole = not self._carry and not self._skip and placement is None
+            if whole:
+                self._lost("the peer closed the connection", orderly=True)
+            else:
+                self._lost("the peer closed the connection in the middle of a message")
+            return False
+        if self._skip:
+            skipped = min(self._skip, end - start)
+            self._skip -= skipped
+            start += skipped
+        self._feed(start, end)
+        return count == room and self._reading
+
+    def _placed(self, count: int) -> tuple[int, int]:
+        """Note what went to the placement; gives the range of the staging buffer that holds what follows it."""
+        endpoint = self._endpoint
+        placement = endpoint.placement
+        assert placement is not None
+        direct = min(count, placement.left)
+        if direct:
+            self._skip = endpoint.placed(direct)
+        return 0, count - direct
+
+    def _feed(self, start: int, end: int) -> None:
+        staging = self._staging
+        endpoint = self._endpoint
+        done = start + endpoint.receive(staging[start:end], end - start) if end > start else end
+        self._carry = bytes(staging[done:end])
+        if endpoint.receive_queue.full and self._reading:
+            self._pause()
+        if endpoint.terminating or endpoint.refused:
+            self.shutdown()
+
+    def posted_receives(self) -> None:
+        """Receives were posted: go on reading if too many messages waited."""
+        if self._sock is None:
+            if not self._endpoint.draining:
+                self._on_closed()
+        elif not self._reading and not self._endpoint.receive_queue.full:
+            self._resume()
+
+    def _resume(self) -> None:
+        self._cancel_timer()
+        self._reading = True
+        self._loop.add_reader(self._fd, self._readable)
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._fd)
+        self._reading = False
+        self._timer = self._loop.call_later(_PEEK_INTERVAL, self._peek)
+
+    def _peek(self) -> None:
+        """Look whether the peer is still there while its data may not be read."""
+        self._timer = None
+        if self._sock is None or self._reading:
+            return
+        state = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        if state != _TCP_ESTABLISHED and not self._shut:
+            # It is gone: what the kernel holds is all that will come, so it may be read whatever the bound.
+            self._endpoint.receive_queue.bound = 1 << 62
+            self._resume()
+        else:
+            self._timer = self._loop.call_later(_PEEK_INTERVAL, self._peek)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def kick(self) -> None:
+        """Something is in the outbox: send it with everything else that is posted in this turn of the loop."""
+        if not self._flush_scheduled and not self._writing:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush_posted)
+
+    def _flush_posted(self) -> None:
+        self._flush_scheduled = False
+        if self._sock is not None and not self._writing:
+            self.flush()
+            self._on_progress()
+
+    def flush(self) -> None:
+        """Send what the socket takes; the rest when it is writable again."""
+        sock = self._sock
+        outbox = self._outbox
+        try:
+            while outbox.sent < outbox.queued and sock is not None:
+                self._endpoint.fill()
+                if not (self._send_gathered(sock) if self._ours else self._send_records(sock)):
+                    if not self._writing:
+                        self._writing = True
+                        self._loop.add_writer(self._fd, self._writable)
+                    break
+            else:
+                if self._shut:
+                    self._shut_down()
+        except OSError as error:
+            self.error = error
+            self._lost(f"the connection broke: {error.strerror}")
+        self._endpoint.send_queue.records_left()
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._fd)
+        self._writing = False
+        self.flush()
+        self._on_progress()
+
+    def _frame(self, count: int) -> None:
+        """Give the first `count` FPDUs their CRC and markers, in the order they leave."""
+        outbox = self._outbox
+        if self._framer is not None:
+            for index in range(outbox.framed, count):
+                outbox.ready[index] = tuple(self._framer.frame(outbox.ready[index]))
+                outbox.framed = index + 1
+
+    def _send_gathered(self, sock: socket.socket) -> bool:
+        """Send many FPDUs in one call; False if the socket is full."""
+        wire = self._outbox.ready
+        count = min(len(wire), _GATHER)
+        self._frame(count)
+        if count == 1 and len(wire[0]) == 1:
+            buffers: Sequence[bytes | memoryview] = wire[0]
+            total = len(buffers[0])
+        else:
+            buffers = list(chain.from_iterable(islice(wire, count)))
+            total = sum(map(len, buffers))
+        try:
+            sent = sock.sendmsg(buffers) if len(buffers) > 1 else sock.send(buffers[0])
+        except (BlockingIOError, InterruptedError):
+            return False
+        if sent == total:
+            self._outbox.left(count)
+            return True
+        self._left(sent)
+        return False
+
+    def _send_records(self, sock: socket.socket) -> bool:
+        """Send one FPDU a call; False if the socket is full."""
+        wire = self._outbox.ready
+        while wire:
+            self._frame(1)
+            record = wire[0]
+            try:
+                sent = sock.sendmsg(record, (), socket.MSG_EOR)
+            except (BlockingIOError, InterruptedError):
+                return False
+            if sent < sum(map(len, record)):
+                self._left(sent)
+                return False
+            self._outbox.left(1)
+        return True
+
+    def _left(self, sent: int) -> None:
+        """Note a short write: drop what left, keep the rest of the FPDU it stopped in."""
+        wire = self._outbox.ready
+        while sent >= (size := sum(map(len, wire[0]))):
+            sent -= size
+            self._outbox.left(1)
+        if sent:
+            rest: list[bytes | memoryview] = []
+            for buffer in wire[0]:
+                if sent < len(buffer):
+                    rest.append(memoryview(buffer)[sent:])
+                sent = max(0, sent - len(buffer))
+            wire[0] = tuple(rest)
+            self._outbox.partial = True
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Send what is in the outbox, then end our direction (FIN); the peer ends the other."""
+        if self._shut or self._sock is None:
+            return
+        self._shut = True
+        if not self._writing:
+            self.flush()
+
+    def _shut_down(self) -> None:
+        if self._sock is None or self._fin:
+            return
+        self._fin = True
+        self._cancel_timer()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        if not self._reading:
+            self._loop.add_reader(self._fd, self._readable)
+            self._reading = True
+        self._timer = self._loop.call_later(LINGER, self._lost, "the peer didn't close its side")
+
+    def _lost(self, reason: str, *, orderly: bool = False) -> None:
+        """The stream is over; the end is reported when the messages that came before it are delivered."""
+        if self._sock is None:
+            return
+        self.close()
+        self._endpoint.ended(reason, orderly=orderly and not self._shut)
+        self._loop.call_soon(self._on_progress)
+        if not self._endpoint.draining:
+            self._on_closed()
+
+    def abort(self) -> None:
+        """End without waiting for anything; unsent data is dropped, and the peer sees a reset."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            self._lost("this side aborted the connection")
+
+    def close(self) -> None:
+        """Let go of the socket. Idempotent."""
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return
+        self._cancel_timer()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+        self._reading = self._writing = False
+        sock.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the socket is gone."""
+        return self._sock is None
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

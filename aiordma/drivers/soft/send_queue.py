@@ -1,0 +1,361 @@
+"""The send queue of a soft QP: executes work requests, in order, into FPDUs, and completes them in order. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
+from typing import Final, NamedTuple, TypeAlias
+
+from aiordma.drivers.base import Completion
+from aiordma.drivers.soft import ddp
+from aiordma.drivers.soft.mpa import trailer
+from aiordma.drivers.soft.outbox import Outbox
+from aiordma.drivers.soft.stag import LocalFault, StagTable
+from aiordma.enums import Access, Opcode, SendFlags, WCOpcode, WCStatus
+from aiordma.types import SendWR
+
+#: Payload up to this is copied at the post, so the request completes there and then: a memcpy of 8 KiB (0.3 us)
+#: is cheaper than the bookkeeping of a zero-copy send.
+COPY_LIMIT: Final = 8192
+
+_FENCE: Final = int(SendFlags.FENCE)
+_SIGNALED: Final = int(SendFlags.SIGNALED)
+_SOLICITED: Final = int(SendFlags.SOLICITED)
+_LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
+_READ_CONTROL: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
+_ATOMIC_CONTROL: Final = ddp.UNTAGGED_LAST | ddp.OP_ATOMIC_REQUEST
+
+_WC_OPCODE: Final[dict[int, int]] = {
+    Opcode.RDMA_WRITE: WCOpcode.RDMA_WRITE,
+    Opcode.RDMA_WRITE_WITH_IMM: WCOpcode.RDMA_WRITE,
+    Opcode.SEND: WCOpcode.SEND,
+    Opcode.SEND_WITH_IMM: WCOpcode.SEND,
+    Opcode.SEND_WITH_INV: WCOpcode.SEND,
+    Opcode.RDMA_READ: WCOpcode.RDMA_READ,
+    Opcode.ATOMIC_CMP_AND_SWP: WCOpcode.COMP_SWAP,
+    Opcode.ATOMIC_FETCH_AND_ADD: WCOpcode.FETCH_ADD,
+    Opcode.LOCAL_INV: WCOpcode.LOCAL_INV,
+}
+
+
+class SendFault(Exception):  # noqa: N818 - never leaves the driver: it becomes an unsuccessful completion
+    """A posted request can't be executed; it is queued, as the one that fails."""
+
+    def __init__(self, wr: SendWR, status: WCStatus) -> None:
+        super().__init__(status)
+        self.wr = wr
+        self.status = status
+
+
+class CompletionSink:
+    """Where completions wait to be polled: what a queue pair knows of its CQ."""
+
+    __slots__ = ("pending", "solicited")
+
+    def __init__(self) -> None:
+        self.pending: list[Completion] = []
+        #: A completion that counts for an arm with solicited_only is among the pending.
+        self.solicited = False
+
+
+class Outstanding(NamedTuple):
+    """A READ or atomic whose response hasn't come; for an RTR, `wr` is None."""
+
+    wr: SendWR | None
+    views: list[memoryview]
+    stag: int
+    to: int
+    length: int
+    atomic: bool
+
+
+_Execute: TypeAlias = Callable[[SendWR], bool]
+
+
+class SendQueue:
+    """Work requests in the order they were posted.
+
+    A request is stalled (behind the handshake, a fence or the ORD) or executed; executed ones wait in `_posted`
+    until they are done and everything before them is.
+
+    Attributes:
+        outstanding: READs and atomics without a response, oldest first.
+        hold: nothing may be sent yet: no handshake, or a responder that hasn't seen the first FPDU.
+    """
+
+    def __init__(self, qp_num: int, stags: StagTable, pd: object, outbox: Outbox, sink: CompletionSink) -> None:
+        self._qp_num = qp_num
+        self._stags = stags
+        self._pd = pd
+        self._outbox = outbox
+        self._sink = sink
+        self._posted: deque[SendWR] = deque()
+        self._stalled: deque[SendWR] = deque()
+        self._leaving: deque[tuple[int, int, SendWR]] = deque()
+        self.outstanding: deque[Outstanding] = deque()
+        self.hold = True
+        self.initiator_depth = 0
+        self._payload_limit = 0
+        self._untagged_limit = 0
+        self._send_msn = 0
+        self._request_msn = 0
+        self._execute: dict[int, _Execute] = {
+            Opcode.RDMA_WRITE: self._write,
+            Opcode.RDMA_WRITE_WITH_IMM: self._write_with_imm,
+            Opcode.SEND: self._send,
+            Opcode.SEND_WITH_INV: self._send,
+            Opcode.RDMA_READ: self._read,
+            Opcode.ATOMIC_CMP_AND_SWP: self._atomic,
+            Opcode.ATOMIC_FETCH_AND_ADD: self._atomic,
+            Opcode.LOCAL_INV: self._local_inv,
+        }
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is posted that isn't complete."""
+        return not self._posted and not self._stalled
+
+    def start(self, initiator_depth: int, mulpdu: int) -> None:
+        """Take the negotiated ORD, and the largest ULPDU towards this peer."""
+        self.initiator_depth = initiator_depth
+        # Multiples of 4 need no pad, and a tagged payload in between no realignment.
+        self._payload_limit = (mulpdu - ddp.TAGGED_ULPDU) & ~3
+        self._untagged_limit = (mulpdu - ddp.UNTAGGED_ULPDU) & ~3
+
+    def release(self) -> None:
+        """The handshake is over: send what was posted meanwhile."""
+        self.hold = False
+        self._advance()
+
+    def post(self, wr: SendWR) -> None:
+        """Execute a request, or queue it behind what must come first.
+
+        Raises:
+            SendFault: its memory doesn't fit.
+        """
+        wr.driver_data = False
+        if self._stalled or self.hold or not self._run(wr):
+            self._stalled.append(wr)
+
+    def _run(self, wr: SendWR) -> bool:
+        """Execute; False if it must wait for responses."""
+        if wr.send_flags & _FENCE and self.outstanding:
+            return False
+        try:
+            return self._execute[wr.opcode](wr)
+        except LocalFault as error:
+            self._posted.append(wr)
+            raise SendFault(wr, error.status) from error
+
+    def _advance(self) -> None:
+        """Execute what waited, as far as it goes."""
+        stalled = self._stalled
+        while stalled and not self.hold:
+            wr = stalled.popleft()
+            if not self._run(wr):
+                stalled.appendleft(wr)
+                return
+
+    # -- the operations, RFC 5040 section 5 ---------------------------------------------------------------------
+
+    def _source(self, wr: SendWR) -> tuple[list[memoryview], int]:
+        """Give the payload of a request as views, and its length."""
+        if wr.inline_data is not None:
+            return [memoryview(wr.inline_data)], len(wr.inline_data)
+        views = [self._stags.local(self._pd, sge) for sge in wr.sg_list]
+        return views, sum(map(len, views))
+
+    def _write(self, wr: SendWR) -> bool:
+        views, total = self._source(wr)
+        self._posted.append(wr)
+        if total <= COPY_LIMIT and total <= self._payload_limit:
+            length = ddp.TAGGED_ULPDU + total
+            header = ddp.TAGGED_HEADER.pack(length, ddp.TAGGED_LAST, wr.rkey, wr.remote_addr)
+            self._outbox.put((b"".join((header, *views, trailer(length))),))
+            self._finish(wr)
+        else:
+            segments = ddp.tagged_segments(
+                ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, self._payload_limit
+            )
+            self._send_message(wr, segments, -(-total // self._payload_limit))
+        return True
+
+    def _write_with_imm(self, wr: SendWR) -> bool:
+        """RFC 7306 section 6: an RDMA Write, then Immediate Data, whose first four bytes are the verbs' 32 bits."""
+        views, total = self._source(wr)
+        self._posted.append(wr)
+        limit = self._payload_limit
+        written = ddp.tagged_segments(ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, limit)
+        opcode = ddp.OP_IMMEDIATE_SE if wr.send_flags & _SOLICITED else ddp.OP_IMMEDIATE
+        self._send_msn = msn = self._send_msn + 1 & ddp.MASK32
+        data = memoryview(wr.imm_data.to_bytes(4, "big") + bytes(4))
+        immediate = ddp.untagged_segments(opcode, 0, msn, [data], 8, 8)
+        self._send_message(wr, chain(written, immediate), max(1, -(-total // limit)) + 1)
+        return True
+
+    def _send(self, wr: SendWR) -> bool:
+        views, total = self._source(wr)
+        self._posted.append(wr)
+        self._send_msn = msn = self._send_msn + 1 & ddp.MASK32
+        solicited = wr.send_flags & _SOLICITED
+        invalidate = 0
+        if wr.opcode == Opcode.SEND_WITH_INV:
+            opcode = ddp.OP_SEND_SE_INV if solicited else ddp.OP_SEND_INV
+            invalidate = wr.imm_data
+        else:
+            opcode = ddp.OP_SEND_SE if solicited else ddp.OP_SEND
+        if total <= COPY_LIMIT and total <= self._untagged_limit:
+            length = ddp.UNTAGGED_ULPDU + total
+            header = ddp.UNTAGGED_HEADER.pack(
+                length, ddp.UNTAGGED_LAST | opcode, invalidate, ddp.QN_SEND, msn, 0
+            )
+            self._outbox.put((b"".join((header, *views, trailer(length))),))
+            self._finish(wr)
+        else:
+            segments = ddp.untagged_segments(opcode, invalidate, msn, views, total, self._untagged_limit)
+            self._send_message(wr, segments, -(-total // self._untagged_limit))
+        return True
+
+    def _send_message(self, wr: SendWR, segments: ddp.Segments, count: int) -> None:
+        """Send from the request's own memory: it is done when the last segment was handed to TCP."""
+        count = max(1, count)
+        self._outbox.put_message(segments, count)
+        self._leaving.append((self._outbox.queued, count, wr))
+
+    def _read(self, wr: SendWR) -> bool:
+        if len(self.outstanding) >= self.initiator_depth:
+            return False
+        views = [self._stags.local(self._pd, sge, _LOCAL_WRITE) for sge in wr.sg_list]
+        total = sum(map(len, views))
+        # One sink goes on the wire. The response is matched with this request, so of a longer scatter list the
+        # first element's key and address stand for all of it.
+        stag, to = (wr.sg_list[0].lkey, wr.sg_list[0].addr) if wr.sg_list else (0, 0)
+        self._posted.append(wr)
+        self._request(Outstanding(wr, views, stag, to, total, False), wr.rkey, wr.remote_addr)
+        return True
+
+    def _request(self, read: Outstanding, rkey: int, remote_addr: int) -> None:
+        self.outstanding.append(read)
+        self._request_msn = msn = self._request_msn + 1 & ddp.MASK32
+        self._outbox.put(
+            (
+                ddp.READ_REQUEST_FPDU.pack(
+                    ddp.READ_REQUEST_ULPDU, _READ_CONTROL, 0, ddp.QN_REQUEST, msn, 0,
+                    read.stag, read.to, read.length, rkey, remote_addr,
+                ),
+            )
+        )  # fmt: skip
+
+    def _atomic(self, wr: SendWR) -> bool:
+        if len(self.outstanding) >= self.initiator_depth:
+            return False
+        views = [self._stags.local(self._pd, sge, _LOCAL_WRITE) for sge in wr.sg_list]
+        if len(views) != 1 or len(views[0]) != 8:
+            raise LocalFault(WCStatus.LOC_LEN_ERR)
+        self._posted.append(wr)
+        self._request_msn = msn = self._request_msn + 1 & ddp.MASK32
+        if wr.opcode == Opcode.ATOMIC_FETCH_AND_ADD:
+            operands = (wr.compare_add, 0, 0, ddp.MASK64)
+            operation = ddp.FETCH_ADD
+        else:
+            operands = (wr.swap, ddp.MASK64, wr.compare_add, ddp.MASK64)
+            operation = ddp.COMPARE_SWAP
+        self.outstanding.append(Outstanding(wr, views, msn, 0, 8, True))
+        self._outbox.put(
+            (
+                ddp.ATOMIC_REQUEST_FPDU.pack(
+                    ddp.ATOMIC_REQUEST_ULPDU, _ATOMIC_CONTROL, 0, ddp.QN_REQUEST, msn, 0,
+                    operation, msn, wr.rkey, wr.remote_addr, *operands,
+                ),
+            )
+        )  # fmt: skip
+        return True
+
+    def _local_inv(self, wr: SendWR) -> bool:
+        region = self._stags.regions.get(wr.rkey)
+        if region is None or region.pd is not self._pd:
+            raise LocalFault(WCStatus.LOC_PROT_ERR)
+        region.close()
+        self._posted.append(wr)
+        self._finish(wr)
+        return True
+
+    # -- ready to receive, RFC 6581 section 6 -------------------------------------------------------------------
+
+    def send_rtr_write(self) -> None:
+        """Send a zero-length Write; its STag and offset aren't checked by anyone."""
+        self._outbox.put(
+            (ddp.TAGGED_HEADER.pack(ddp.TAGGED_ULPDU, ddp.TAGGED_LAST, 1, 0) + trailer(ddp.TAGGED_ULPDU),)
+        )
+
+    def send_rtr_read(self) -> None:
+        """Send a zero-length Read Request; its response completes nothing."""
+        self._request(Outstanding(None, [], 0, 0, 0, False), 1, 0)
+
+    def send_rtr_send(self) -> None:
+        """Send a zero-length Send; it consumes a receive of the peer's."""
+        self._send_msn += 1
+        self._outbox.put(next(ddp.untagged_segments(ddp.OP_SEND, 0, self._send_msn, [], 0, 4)))
+
+    # -- completions ----------------------------------------------------------------------------------------------
+
+    def records_left(self) -> None:
+        """Complete what was waiting for its FPDUs to be handed to TCP."""
+        leaving = self._leaving
+        sent = self._outbox.sent
+        while leaving and leaving[0][0] <= sent:
+            self._finish(leaving.popleft()[2])
+
+    def responded(self) -> None:
+        """The oldest READ or atomic has its response in place."""
+        wr = self.outstanding.popleft().wr
+        if wr is not None:
+            self._finish(wr)
+        if self._stalled:
+            self._advance()
+
+    def requested(self, msn: int) -> SendWR | None:
+        """Give the request that Read or Atomic Request number `msn` was of; the oldest, if the number makes no sense."""
+        outstanding = self.outstanding
+        if not outstanding:
+            return None
+        index = msn - (self._request_msn - len(outstanding) + 1) & ddp.MASK32
+        return outstanding[index if index < len(outstanding) else 0].wr
+
+    def _finish(self, wr: SendWR) -> None:
+        """Note a request as done; completions surface in the order of the posts."""
+        wr.driver_data = True
+        posted = self._posted
+        pending = self._sink.pending
+        while posted and posted[0].driver_data:
+            done = posted.popleft()
+            if done.send_flags & _SIGNALED:
+                pending.append((done.wr_id, 0, _WC_OPCODE[done.opcode], 0, self._qp_num, 0, 0, 0))
+
+    @property
+    def stable_output(self) -> int:
+        """Number of the last FPDU before the first that is sent from a request's own memory.
+
+        Up to there the outbox may still be sent when the requests are flushed and their memory is the user's again.
+        """
+        if not self._leaving:
+            return self._outbox.queued
+        last, count, _ = self._leaving[0]
+        return last - count
+
+    def post_flushed(self, wr: SendWR) -> None:
+        """Post to a QP in IBV_QPS_ERR."""
+        self._sink.pending.append((wr.wr_id, int(WCStatus.WR_FLUSH_ERR), 0, 0, self._qp_num, 0, 0, 0))
+
+    def flush(self, failed: SendWR | None, status: int, vendor_err: int) -> None:
+        """Complete everything as flushed, but `failed` with `status` (the move to IBV_QPS_ERR)."""
+        self.hold = True
+        pending = self._sink.pending
+        for queue in (self._posted, self._stalled):
+            for wr in queue:
+                error = status if wr is failed else WCStatus.WR_FLUSH_ERR
+                pending.append((wr.wr_id, int(error), 0, 0, self._qp_num, 0, 0, vendor_err if wr is failed else 0))
+            queue.clear()
+        self.outstanding.clear()
+        self._leaving.clear()

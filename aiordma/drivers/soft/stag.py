@@ -1,0 +1,165 @@
+"""Registered memory as the soft device sees it: steering tags, and the check of each access. No I/O.
+
+On iWARP one STag is local and remote key at once (RFC 5040 section 1.2), so `lkey == rkey` here. It is 32 random
+bits: a peer that wasn't given a key can't guess one, and a key is as good as never used again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+from aiordma.drivers.soft.ddp import (
+    ACCESS,
+    BAD_STAG,
+    BOUNDS,
+    CANNOT_INVALIDATE,
+    COMPARE_SWAP,
+    DDP_TAGGED,
+    FETCH_ADD,
+    FOREIGN_STAG,
+    MASK64,
+    NATIVE_U64,
+    RDMAP_OPERATION,
+    RDMAP_PROTECTION,
+    TO_WRAP,
+    fault,
+)
+from aiordma.enums import Access, WCStatus
+from aiordma.types import SGE, Buffer
+
+_LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
+_REMOTE_WRITE: Final = int(Access.REMOTE_WRITE)
+_REMOTE_READ: Final = int(Access.REMOTE_READ)
+_REMOTE_ATOMIC: Final = int(Access.REMOTE_ATOMIC)
+
+
+class LocalFault(Exception):  # noqa: N818 - never leaves the driver: it becomes an unsuccessful completion
+    """What this side posted can't be executed."""
+
+    def __init__(self, status: WCStatus) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Region:
+    """A registered memory region (DriverMR)."""
+
+    __slots__ = ("access", "addr", "length", "lkey", "pd", "rkey", "table", "view")
+
+    def __init__(self, table: StagTable, pd: object, buffer: Buffer, addr: int, length: int, access: int) -> None:
+        self.table = table
+        self.pd = pd
+        self.view = memoryview(buffer).cast("B") if length else memoryview(b"")
+        self.addr = addr
+        self.length = length
+        self.access = access
+        self.lkey = self.rkey = table.add(self)
+
+    @property
+    def registered(self) -> bool:
+        """Whether the key is still good."""
+        return self.table.regions.get(self.rkey) is self
+
+    def close(self) -> None:
+        """Deregister: the key is unknown at once; memory is let go when nothing posted names it."""
+        if self.registered:
+            del self.table.regions[self.rkey]
+
+
+class StagTable:
+    """All regions of a device, by STag, and every check of DDP and RDMAP on an access."""
+
+    __slots__ = ("regions",)
+
+    def __init__(self) -> None:
+        self.regions: dict[int, Region] = {}
+
+    def add(self, region: Region) -> int:
+        """Give a region its STag."""
+        # 0 is never a key, so that zeroed memory isn't one by accident.
+        while not (stag := secrets.randbits(32)) or stag in self.regions:
+            pass
+        self.regions[stag] = region
+        return stag
+
+    def local(self, pd: object, sge: SGE, right: int = 0) -> memoryview:
+        """Give the memory of a gather or scatter element of this side's own.
+
+        Raises:
+            LocalFault: LOC_PROT_ERR: key, domain, bounds or right don't fit.
+        """
+        region = self.regions.get(sge.lkey)
+        if region is None or region.pd is not pd or region.access & right != right:
+            if not sge.length:
+                return memoryview(b"")
+            raise LocalFault(WCStatus.LOC_PROT_ERR)
+        start = sge.addr - region.addr
+        end = start + sge.length
+        if start < 0 or end > region.length:
+            raise LocalFault(WCStatus.LOC_PROT_ERR)
+        return region.view[start:end]
+
+    def write_target(self, pd: object, stag: int, to: int, length: int) -> memoryview:
+        """Give the memory of a tagged segment from the peer (RFC 5041 section 7.1)."""
+        region = self.regions.get(stag)
+        if region is None:
+            raise fault(DDP_TAGGED, BAD_STAG)
+        if region.pd is not pd:
+            raise fault(DDP_TAGGED, 2)
+        if not region.access & _REMOTE_WRITE:
+            raise fault(RDMAP_PROTECTION, ACCESS)
+        start = to - region.addr
+        end = start + length
+        if start < 0 or end > region.length:
+            raise fault(DDP_TAGGED, TO_WRAP if to + length > MASK64 else BOUNDS)
+        return region.view[start:end]
+
+    def read_source(self, pd: object, stag: int, to: int, length: int) -> tuple[Region, memoryview]:
+        """Give the memory that a Read Request names (RFC 5040 section 7.2)."""
+        region = self._checked(pd, stag, _REMOTE_READ)
+        start = to - region.addr
+        end = start + length
+        if start < 0 or end > region.length:
+            raise fault(RDMAP_PROTECTION, TO_WRAP if to + length > MASK64 else BOUNDS)
+        return region, region.view[start:end]
+
+    def atomic(
+        self, pd: object, opcode: int, stag: int, to: int, data: int, mask: int, compare: int, compare_mask: int
+    ) -> int:
+        """Execute an Atomic Request (RFC 7306 section 5), and give the value before it."""
+        region = self._checked(pd, stag, _REMOTE_ATOMIC)
+        start = to - region.addr
+        if start < 0 or start + 8 > region.length:
+            raise fault(RDMAP_PROTECTION, TO_WRAP if to + 8 > MASK64 else BOUNDS)
+        if to % 8:
+            raise fault(RDMAP_OPERATION, 7)
+        (old,) = NATIVE_U64.unpack_from(region.view, start)
+        if opcode == FETCH_ADD:
+            # A set bit of the mask is the top bit of a field, whose carry is dropped: add without the top bits,
+            # then put them right by exclusive or.
+            new = ((old & ~mask) + (data & ~mask) ^ (old ^ data) & mask) & MASK64
+        elif opcode == COMPARE_SWAP:
+            new = old & ~mask & MASK64 | data & mask if not (compare ^ old) & compare_mask else old
+        else:
+            raise fault(RDMAP_OPERATION, 6)
+        if new != old:
+            NATIVE_U64.pack_into(region.view, start, new)
+        return int(old)
+
+    def invalidate(self, pd: object, stag: int) -> None:
+        """Execute the invalidate of a delivered Send (RFC 5040 section 5.3)."""
+        region = self.regions.get(stag)
+        if region is None or region.pd is not pd:
+            raise fault(RDMAP_PROTECTION, CANNOT_INVALIDATE)
+        region.close()
+
+    def _checked(self, pd: object, stag: int, right: int) -> Region:
+        region = self.regions.get(stag)
+        if region is None:
+            raise fault(RDMAP_PROTECTION, BAD_STAG)
+        if region.pd is not pd:
+            raise fault(RDMAP_PROTECTION, FOREIGN_STAG)
+        if not region.access & right:
+            raise fault(RDMAP_PROTECTION, ACCESS)
+        return region
