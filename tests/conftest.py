@@ -23,6 +23,10 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 
+# libuv opens its signal pipe once per process, and keeps it: it isn't any test's.
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as _first:
+    _first.run(asyncio.sleep(0))
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each coroutine test on both loops."""

@@ -1,0 +1,1 @@
+"""The `aiordma` command. It needs click and rich: pip install 'aiordma[tools]'."""

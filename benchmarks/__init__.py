@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks` prints the table and writes build/bench.json."""
