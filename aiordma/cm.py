@@ -209,7 +209,7 @@ class CMID:
             if future is not None and not future.done():
                 future.set_exception(ClosedError(f"{self!r} is closed"))
         if not self._disconnected.done():
-            self._disconnected.cancel()
+            self._disconnected.set_result("destroyed")
 
     @property
     def device_name(self) -> str:

@@ -1,4 +1,4 @@
-"""`aiordma demo`: a server and a client in two processes, and what an awaited operation costs beside a TCP echo."""
+"""`aiordma demo`: a server and a client in two processes, and what an operation costs beside a TCP echo."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import random
 import select
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Final, Self, TypeAlias
 
 import attrs
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -39,8 +40,9 @@ WARM_UP: Final = 200
 #: Seconds for the server process to say where it listens, and to end.
 START_TIMEOUT: Final = 20
 END_TIMEOUT: Final = 5
+_MODULE: Final = "aiordma.tools.demo"
 
-# -- measuring --------------------------------------------------------------------------------------------------
+# -- measuring -----------------------------------------------------------------------------------------------
 
 #: Starts one operation; awaiting what it returns ends it.
 Operation: TypeAlias = Callable[[], Awaitable[object]]
@@ -59,8 +61,11 @@ class Latency:
     def of(cls, samples_ns: Sequence[int]) -> Self:
         """Take the nearest-rank percentiles of samples in nanoseconds."""
         ordered = sorted(samples_ns)
-        ranks = [math.ceil(len(ordered) * part) - 1 for part in (0.5, 0.99, 0.999)]
-        return cls(*(ordered[rank] / 1000 for rank in ranks), len(ordered))
+
+        def part(share: float) -> float:
+            return ordered[math.ceil(len(ordered) * share) - 1] / 1000
+
+        return cls(part(0.5), part(0.99), part(0.999), len(ordered))
 
 
 async def _timed(operation: Operation, seconds: float) -> list[int]:
@@ -97,7 +102,7 @@ async def interleaved(
     return {name: Latency.of(taken) for name, taken in samples.items()}
 
 
-# -- the server process -----------------------------------------------------------------------------------------
+# -- the server process --------------------------------------------------------------------------------------
 
 
 def _param(size: int) -> ConnParam:
@@ -148,10 +153,10 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @contextlib.contextmanager
 def _server(loop: str, size: int, cpu: int | None) -> Iterator[tuple[int, dict[str, int]]]:
     """Run the server process; gives its pid and ports. It ends when the block does, or this process."""
-    # The very package that this is, wherever it was imported from; -P: and not another one in the working directory.
+    # The very package that this is, wherever it was imported from, and (-P) not one in the working directory.
     paths = [str(Path(aiordma.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(  # noqa: S603 - this same interpreter
-        [sys.executable, "-P", "-m", __spec__.name, loop, str(size), "" if cpu is None else str(cpu)],
+        [sys.executable, "-P", "-m", _MODULE, loop, str(size), "" if cpu is None else str(cpu)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
@@ -174,15 +179,15 @@ def _server(loop: str, size: int, cpu: int | None) -> Iterator[tuple[int, dict[s
                 process.kill()
 
 
-# -- the client -------------------------------------------------------------------------------------------------
+# -- the client ----------------------------------------------------------------------------------------------
 
 
-def _prove(what: bool, claim: str) -> None:  # noqa: FBT001
+def _prove(what: bool, claim: str) -> None:
     if not what:
         raise click.ClickException(f"the demo failed: not true that {claim}")
 
 
-async def _tour(conn: Connection, port: int) -> AsyncSteps:
+async def _tour(conn: Connection, port: int) -> AsyncIterator[tuple[str, str]]:
     """Use each kind of operation, and say what was proven."""
     remote = RemoteRegion.from_bytes(conn.peer_private_data)
     data = remote[DATA_START:]
@@ -234,15 +239,234 @@ async def _tour(conn: Connection, port: int) -> AsyncSteps:
     yield "protection", f"a READ beyond the region was refused ({reason}); other connections go on"
 
 
-#: Name of a step, and what it has proven.
-AsyncSteps: TypeAlias = "contextlib.AbstractAsyncContextManager[Any] | Any"
-
-
-def _rows(size: int) -> dict[str, tuple[str, str]]:
-    """Give the rows of the table: name, its operation, the TCP echo beside it."""
+def _rows(size: int) -> dict[str, str]:
+    """Give the rows of the table: each operation, and the TCP echo that it is measured beside."""
+    echo = f"TCP echo {size:,} B"
     return {
-        "READ": (f"READ {size:,} B", f"TCP echo {size:,} B"),
-        "WRITE": (f"WRITE {size:,} B + barrier", f"TCP echo {size:,} B"),
-        "SEND": (f"SEND {size:,} B and back", f"TCP echo {size:,} B"),
-        "FETCH_ADD": ("FETCH_ADD 8 B", "TCP echo 8 B"),
+        f"READ {size:,} B": echo,
+        f"WRITE {size:,} B + barrier": echo,
+        f"SEND {size:,} B and back": echo,
+        "FETCH_ADD 8 B": "TCP echo 8 B",
     }
+
+
+async def _measure(conn: Connection, tcp_port: int, size: int, seconds: float) -> dict[str, Latency]:
+    """Measure each kind of operation, and in turn with it a TCP echo."""
+    remote = RemoteRegion.from_bytes(conn.peer_private_data)
+    data = remote[DATA_START : DATA_START + size]
+    counter = remote[:8]
+    local = conn.alloc(size)
+    payload = bytes(size)
+    reader, writer = await asyncio.open_connection(HOST, tcp_port)
+
+    def read() -> Awaitable[object]:
+        return conn.read(data, into=local)
+
+    def write() -> Awaitable[object]:
+        conn.write(data, payload)
+        return conn.barrier()
+
+    def send() -> Awaitable[object]:
+        conn.send(payload)
+        return conn.recv()
+
+    def fetch_add() -> Awaitable[object]:
+        return conn.fetch_add(counter, 1)
+
+    def echo() -> Awaitable[object]:
+        writer.write(payload)
+        return reader.readexactly(size)
+
+    def echo_8() -> Awaitable[object]:
+        writer.write(b"8 bytes!")
+        return reader.readexactly(8)
+
+    rows = _rows(size)
+    operations: dict[str, Operation] = dict(zip(rows, (read, write, send, fetch_add), strict=True))
+    operations["TCP echo 8 B"] = echo_8
+    operations[f"TCP echo {size:,} B"] = echo
+    try:
+        return await interleaved(operations, [name for row in rows.items() for name in row], seconds)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+class _Demo:
+    """One run of the client's side."""
+
+    def __init__(self, size: int, seconds: float, console: Console | None) -> None:
+        self._size = size
+        self._seconds = seconds
+        self._console = console
+        self.proven: dict[str, str] = {}
+        self.pids: list[int] = []
+        cpus = sorted(os.sched_getaffinity(0))
+        #: A core for the server and one for the client: left to chance, it would decide the figures.
+        self.placement = tuple(random.sample(cpus, 2)) if len(cpus) > 1 else ()
+
+    def say(self, text: str = "") -> None:
+        """Print a line, unless the output is for programs."""
+        if self._console is not None:
+            self._console.print(text, soft_wrap=True, markup=False)
+
+    def run(self, loop: str, factory: Callable[[], asyncio.AbstractEventLoop]) -> dict[str, Latency]:
+        """Start a server on a kind of loop, and measure it from a client on the same kind."""
+        server_cpu, client_cpu = self.placement or (None, None)
+        with _server(loop, self._size, server_cpu) as (pid, ports), _pinned(client_cpu):
+            self.pids.append(pid)
+            with asyncio.Runner(loop_factory=factory) as runner:
+                return runner.run(self._client(ports))
+
+    async def _client(self, ports: dict[str, int]) -> dict[str, Latency]:
+        port = ports["rdma"]
+        async with (
+            asyncio.timeout(self._seconds + 20),
+            aiordma.connect(HOST, port, device="soft", param=_param(self._size)) as conn,
+        ):
+            if not self.proven:
+                self.say(
+                    f"A server (process {self.pids[0]}) and this client (process {os.getpid()}), "
+                    f"on device {conn.device}: {conn.capabilities.transport} in software, over TCP.\n"
+                )
+                async for step, claim in _tour(conn, port):
+                    self.proven[step] = claim
+                    self.say(f"  {step:<10}  {claim}")
+                self.say("\nMeasuring ...\n")
+            return await _measure(conn, ports["tcp"], self._size, self._seconds)
+
+
+@contextlib.contextmanager
+def _pinned(cpu: int | None) -> Iterator[None]:
+    """Run this thread on one core."""
+    before = os.sched_getaffinity(0)
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _loops() -> dict[str, Callable[[], asyncio.AbstractEventLoop] | None]:
+    """Give the kinds of loop; None for one that isn't installed."""
+    try:
+        import uvloop  # noqa: PLC0415 - an extra
+    except ImportError:
+        return {"asyncio": asyncio.new_event_loop, "uvloop": None}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+# -- what is printed -----------------------------------------------------------------------------------------
+
+
+def _ratio(measured: Mapping[str, Latency], row: str, echo: str) -> float:
+    return measured[row].median / measured[echo].median
+
+
+def _table(size: int, results: Mapping[str, dict[str, Latency] | None]) -> Table:
+    rows = _rows(size)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("microseconds", no_wrap=True)
+    for loop, measured in results.items():
+        table.add_column(
+            f"{loop}\nmedian" if measured else f"{loop}:\nnot here", justify="right", no_wrap=True
+        )
+        for title in ("p99", "p99.9", "x TCP"):
+            table.add_column(f"\n{title}", justify="right", no_wrap=True)
+    for name in (*rows, *dict.fromkeys(rows.values())):
+        cells = [name]
+        for measured in results.values():
+            if measured is None:
+                cells += ["-"] * 4
+                continue
+            latency = measured[name]
+            cells += [f"{latency.median:.1f}", f"{latency.p99:.0f}", f"{latency.p999:.0f}"]
+            cells.append(f"{_ratio(measured, name, rows[name]):.2f}" if name in rows else "1")
+        table.add_row(*cells, style=None if name in rows else "dim")
+    return table
+
+
+def _as_dict(demo: _Demo, size: int, results: Mapping[str, dict[str, Latency] | None]) -> dict[str, Any]:
+    rows = _rows(size)
+    return {
+        "device": "soft",
+        "python": platform.python_version(),
+        "cpus": list(demo.placement),
+        "server_pids": demo.pids,
+        "proven": demo.proven,
+        "missing": [loop for loop, measured in results.items() if measured is None],
+        "results": [
+            {
+                "name": name,
+                "loop": loop,
+                "unit": "us",
+                "ours": attrs.asdict(measured[name]),
+                "theirs": {"name": echo, **attrs.asdict(measured[echo])},
+                "ratio": round(_ratio(measured, name, echo), 3),
+            }
+            for loop, measured in results.items()
+            if measured is not None
+            for name, echo in rows.items()
+        ],
+    }
+
+
+@click.command("demo")
+@click.option(
+    "--seconds", type=click.FloatRange(0.1, 600), default=8.0, show_default=True, help="To measure, in all."
+)
+@click.option(
+    "--size",
+    type=click.IntRange(1, 1 << 20),
+    default=8,
+    show_default=True,
+    help="Bytes of READ, WRITE and SEND.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+def command(*, seconds: float, size: int, as_json: bool) -> None:
+    """A server and a client in two processes, and what an awaited operation costs beside a TCP echo."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 100  # nothing is cut where nobody sees the edge
+    loops = _loops()
+    demo = _Demo(
+        size, seconds / sum(factory is not None for factory in loops.values()), None if as_json else console
+    )
+    results: dict[str, dict[str, Latency] | None] = {}
+    try:
+        for loop, factory in loops.items():
+            results[loop] = demo.run(loop, factory) if factory is not None else None
+    except aiordma.RDMAError:
+        raise
+    except TimeoutError:
+        raise click.ClickException("the demo wasn't done in time; is this machine very busy?") from None
+    if as_json:
+        click.echo(json.dumps(_as_dict(demo, size, results), indent=2))
+        return
+    console.print(_table(size, results))
+    where = (
+        "the server on core {}, the client on core {}".format(*demo.placement)
+        if demo.placement
+        else "on one core"
+    )
+    demo.say(
+        f"x TCP: median against an asyncio TCP echo (streams), in turn with it, on the same loops; {where}."
+    )
+    if results["uvloop"] is None:
+        demo.say("uvloop isn't installed: pip install 'aiordma[uvloop]'")
+
+
+def _main(loop: str, size: str, cpu: str) -> None:
+    """Be the server process."""
+    if cpu:
+        os.sched_setaffinity(0, {int(cpu)})
+    factory = _loops()[loop]
+    assert factory is not None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_serve(int(size)))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -10,7 +10,7 @@ from typing import Final
 
 from aiordma.drivers.soft import ddp
 from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_OPERATION, RDMAP_PROTECTION, fault
-from aiordma.drivers.soft.mpa import RTR, Negotiated, check_crc, trailer
+from aiordma.drivers.soft.mpa import RTR, TRAILERS, Negotiated, check_crc
 from aiordma.drivers.soft.outbox import Outbox
 from aiordma.drivers.soft.receive_queue import Message, ReceiveQueue, TooLong
 from aiordma.drivers.soft.send_queue import COPY_LIMIT, CompletionSink, SendFault, SendQueue
@@ -24,10 +24,17 @@ _TAGGED: Final = ddp.TAGGED_HEADER.unpack_from
 _UNTAGGED: Final = ddp.UNTAGGED_HEADER.unpack_from
 _READ_REQUEST: Final = ddp.READ_REQUEST.unpack_from
 
+#: The smallest FPDU, a tagged one of nothing.
+_SMALLEST: Final = 20
+# An attribute of an Enum costs a look-up through its metaclass.
+_RTS: Final = QPState.RTS
+_ERR: Final = QPState.ERR
+
 _WRITE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_WRITE
 _WRITE_MORE: Final = ddp.TAGGED | ddp.OP_WRITE
 _RESPONSE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_READ_RESPONSE
 _RESPONSE_MORE: Final = ddp.TAGGED | ddp.OP_READ_RESPONSE
+_PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
 _READ: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
 
 #: Bytes of an FPDU beyond its ULPDU and pad: the length and the CRC.
@@ -89,7 +96,7 @@ class Endpoint:
         self.terminating = False
         self.draining = False
         self._crc = False
-        self._mulpdu = 0
+        self._payload_limit = 0
         self._first = True
         self._send_rtr_expected = False
         self._responder_resources = 0
@@ -108,7 +115,7 @@ class Endpoint:
     def start(self, agreed: Negotiated, *, initiator: bool, mulpdu: int) -> None:
         """The MPA handshake is done: enter full operation (RFC 5044 section 4, RFC 6581 section 6)."""
         self._crc = agreed.crc
-        self._mulpdu = mulpdu
+        self._payload_limit = mulpdu - ddp.TAGGED_ULPDU & ~3
         self._responder_resources = agreed.ird
         self.state = QPState.RTS
         queue = self.send_queue
@@ -130,7 +137,7 @@ class Endpoint:
         """Execute send work requests in order."""
         queue = self.send_queue
         for index, wr in enumerate(wrs):
-            if self.state == QPState.ERR:
+            if self.state is _ERR:
                 for late in wrs[index:]:
                     queue.post_flushed(late)
                 return
@@ -143,7 +150,7 @@ class Endpoint:
         """Post receives in order."""
         queue = self.receive_queue
         for wr in wrs:
-            if self.state == QPState.ERR and not self.draining:
+            if self.state is _ERR and not self.draining:
                 queue.post_flushed(wr)
                 continue
             try:
@@ -171,30 +178,24 @@ class Endpoint:
         """
         pos = 0
         try:
-            while end - pos >= 4 and self.state == QPState.RTS:
-                length, control = _PREFIX(buf, pos)
-                tail = pos + 2 + length
-                tail += -length - 2 & 3
-                if tail + 4 > end:
+            while end - pos >= _SMALLEST and self.state is _RTS:
+                length, control, stag, to = _TAGGED(buf, pos)
+                after = pos + (length + 9 & ~3)
+                if after > end:
                     return pos + self._receive_part(buf, pos, end, length, control)
                 if self._crc:
-                    check_crc(buf[pos : tail + 4], tail - pos)
+                    check_crc(buf[pos:after], after - pos - 4)
                 if control == _READ:
                     self._read_request(buf, pos, length)
                 elif control == _RESPONSE_LAST or control == _WRITE_LAST:
-                    size = length - ddp.TAGGED_ULPDU
-                    start = pos + 16
-                    views = self._tagged(buf, pos, control, size)
-                    for view in views:
-                        stop = start + len(view)
-                        view[:] = buf[start:stop]
-                        start = stop
-                    self._tagged_done(control, size)
+                    self._tagged_whole(buf, pos, control, stag, to, length - 14)
                 else:
                     self._other(buf, pos, length, control)
-                pos = tail + 4
+                pos = after
                 if self._first:
                     self._first_fpdu()
+            if pos < end < pos + _SMALLEST and self.state is _RTS:
+                self._check_start(buf, pos, end)
         except ProtocolError as error:
             self._terminate(error, bytes(buf[pos : min(end, pos + 48)]))
             return end
@@ -209,7 +210,14 @@ class Endpoint:
                 WCStatus.LOC_LEN_ERR, fault(DDP_UNTAGGED, 5), bytes(buf[pos : min(end, pos + 20)])
             )
             return end
-        return pos if self.state == QPState.RTS else end
+        return pos if self.state is _RTS else end
+
+    def _check_start(self, buf: memoryview, pos: int, end: int) -> None:
+        """See whether the first bytes of an FPDU can become one, before a header is here."""
+        if end - pos >= 4:
+            length, control = _PREFIX(buf, pos)
+            if length < ddp.TAGGED_ULPDU:
+                raise fault(ddp.DDP_TAGGED, ddp.BOUNDS) if control & 0x8000 else fault(DDP_UNTAGGED, 4)
 
     def placed(self, count: int) -> int:
         """`count` bytes were put at `placement`: note it. Gives the bytes of pad and CRC field to skip, or 0."""
@@ -245,7 +253,7 @@ class Endpoint:
         if not self.refused:
             self.refused = reason
             self.orderly = orderly
-        if self.state == QPState.ERR:
+        if self.state is _ERR:
             return
         if self.receive_queue.drained:
             self._flush(None, 0, 0)
@@ -271,13 +279,15 @@ class Endpoint:
         Without CRC only: with it, nothing may be placed before it is checked.
         """
         here = end - pos
-        if self._crc or here < 20:
-            return 0
         opcode = control & 0xF
         pad_and_crc = (-length - 2 & 3) + 4
+        # A payload that is all here waits for its CRC field: then the FPDU is whole.
+        if self._crc or here >= length + 2:
+            return 0
         if control & 0x8000:
             size = length - ddp.TAGGED_ULPDU
-            views = self._tagged(buf, pos, control, size)
+            _, _, stag, to = _TAGGED(buf, pos)
+            views = list(self._tagged(control, stag, to, size))
             placement = Placement(control, views, size, pad_and_crc)
             head = 16
         elif ddp.OP_SEND <= opcode <= ddp.OP_SEND_SE_INV and length > ddp.UNTAGGED_ULPDU + COPY_LIMIT:
@@ -289,49 +299,52 @@ class Endpoint:
             head = 20
         else:
             return 0
-        if not placement.left:
-            return 0
-        taken = min(here - head, placement.left)
+        taken = here - head
         start = pos + head
         self.placement = placement
-        done = taken
         for view in placement.views:
-            stop = min(start + len(view), pos + head + taken)
+            stop = min(start + len(view), end)
             view[: stop - start] = buf[start:stop]
             start = stop
-        self.placed(done)
+        self.placed(taken)
         return head + taken
 
     # -- tagged: Write and Read Response ----------------------------------------------------------------------------
 
-    def _tagged(self, buf: memoryview, pos: int, control: int, size: int) -> list[memoryview]:
+    def _tagged_whole(self, buf: memoryview, pos: int, control: int, stag: int, to: int, size: int) -> None:
+        """Process a tagged FPDU that is all here."""
+        start = pos + 16
+        for view in self._tagged(control, stag, to, size):
+            stop = start + len(view)
+            view[:] = buf[start:stop]
+            start = stop
+        self._tagged_done(control, size)
+
+    def _tagged(self, control: int, stag: int, to: int, size: int) -> list[memoryview]:
         """Check a tagged header, and give the memory its payload goes to."""
         if size < 0:
             raise fault(ddp.DDP_TAGGED, ddp.BOUNDS)
-        _, _, stag, to = _TAGGED(buf, pos)
         if control == _WRITE_LAST or control == _WRITE_MORE:
-            if not size:
-                return []
-            return [self._stags.write_target(self._pd, stag, to, size)]
+            return [self._stags.write_target(self._pd, stag, to, size)] if size else []
         if control != _RESPONSE_LAST and control != _RESPONSE_MORE:
             ddp.check_control(control)
             # Only DDP's reserved bits are left to differ; they are ignored on receipt.
-            return self._tagged(buf, pos, control & 0xC3CF | 0x0140, size)
+            return self._tagged(control & 0xC3CF, stag, to, size)
         outstanding = self.send_queue.outstanding
-        if not outstanding or outstanding[0].atomic:
+        if not outstanding or outstanding[0][5]:
             raise fault(RDMAP_OPERATION, 6)
-        read = outstanding[0]
+        _, views, read_stag, read_to, total, _ = outstanding[0]
         got = self._response_got
         if size or got:
-            if stag != read.stag:
+            if stag != read_stag:
                 raise fault(ddp.DDP_TAGGED, ddp.BAD_STAG)
-            if to != read.to + got & ddp.MASK64:
+            if to != read_to + got & ddp.MASK64:
                 raise fault(ddp.DDP_TAGGED, ddp.BOUNDS)
-        if got + size > read.length or (control & ddp.LAST and got + size != read.length):
+        if size == total and not got and control == _RESPONSE_LAST:
+            return views
+        if got + size > total or (control == _RESPONSE_LAST and got + size != total):
             raise fault(ddp.DDP_TAGGED, ddp.BOUNDS)
-        if size == read.length:
-            return list(read.views)
-        return ddp.gather(read.views, got, size) if size else []
+        return ddp.gather(views, got, size) if size else []
 
     def _tagged_done(self, control: int, size: int) -> None:
         """The payload of a tagged FPDU is placed."""
@@ -353,20 +366,20 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 5 if length > ddp.READ_REQUEST_ULPDU else 4)
         _, _, _, qn, msn, mo, sink_stag, sink_to, size, stag, to = _READ_REQUEST(buf, pos)
         self._check_request(qn, msn, mo)
-        payload_limit = self._mulpdu - ddp.TAGGED_ULPDU & ~3
-        if size <= COPY_LIMIT and size <= payload_limit:
+        outbox = self.outbox
+        limit = self._payload_limit
+        if size <= COPY_LIMIT and size <= limit:
+            # The source of an empty READ must not be checked.
+            view = self._stags.read_source(self._pd, stag, to, size).view(to, size) if size else b""
             ulpdu = ddp.TAGGED_ULPDU + size
-            header = ddp.TAGGED_HEADER.pack(ulpdu, _RESPONSE_LAST, sink_stag, sink_to)
-            if size:
-                _, view = self._stags.read_source(self._pd, stag, to, size)
-                self.outbox.put((b"".join((header, view, trailer(ulpdu))),))
-            else:  # the source of an empty READ must not be checked
-                self.outbox.put((header + trailer(ulpdu),))
+            header = _PACK_TAGGED(ulpdu, _RESPONSE_LAST, sink_stag, sink_to)
+            outbox.put(b"".join((header, view, TRAILERS[ulpdu & 3])))
         else:
-            region, view = self._stags.read_source(self._pd, stag, to, size)
-            segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, sink_stag, sink_to, [view], size, payload_limit)
-            self.outbox.put_message(_while_registered(region, segments), -(-size // payload_limit))
-        self._responses.append(self.outbox.queued)
+            region = self._stags.read_source(self._pd, stag, to, size)
+            views = [region.view(to, size)]
+            segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, sink_stag, sink_to, views, size, limit)
+            outbox.put_message(_while_registered(region, segments), -(-size // limit))
+        self._responses.append(outbox.queued)
 
     def _check_request(self, qn: int, msn: int, mo: int) -> None:
         """Check queue, sequence and count of a Read or Atomic Request."""
@@ -389,13 +402,8 @@ class Endpoint:
         ddp.check_control(control)
         opcode = control & 0xF
         if control & 0x8000:
-            size = length - ddp.TAGGED_ULPDU
-            start = pos + 16
-            for view in self._tagged(buf, pos, control, size):
-                stop = start + len(view)
-                view[:] = buf[start:stop]
-                start = stop
-            self._tagged_done(control, size)
+            _, _, stag, to = _TAGGED(buf, pos)
+            self._tagged_whole(buf, pos, control, stag, to, length - ddp.TAGGED_ULPDU)
             return
         if length < ddp.UNTAGGED_ULPDU:
             raise fault(DDP_UNTAGGED, 4)
@@ -464,11 +472,9 @@ class Endpoint:
         old = self._stags.atomic(self._pd, operation & 0xF, stag, to, data, mask, compare, compare_mask)
         self._atomic_msn_sent = self._atomic_msn_sent + 1 & ddp.MASK32
         self.outbox.put(
-            (
-                ddp.ATOMIC_RESPONSE_FPDU.pack(
-                    ddp.ATOMIC_RESPONSE_ULPDU, ddp.UNTAGGED_LAST | ddp.OP_ATOMIC_RESPONSE, 0,
-                    ddp.QN_ATOMIC_RESPONSE, self._atomic_msn_sent, 0, request, old,
-                ),
+            ddp.ATOMIC_RESPONSE_FPDU.pack(
+                ddp.ATOMIC_RESPONSE_ULPDU, ddp.UNTAGGED_LAST | ddp.OP_ATOMIC_RESPONSE, 0,
+                ddp.QN_ATOMIC_RESPONSE, self._atomic_msn_sent, 0, request, old,
             )
         )  # fmt: skip
         self._responses.append(self.outbox.queued)
@@ -483,10 +489,10 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 4 if mo else 3)
         self._atomic_msn = msn + 1 & ddp.MASK32
         outstanding = self.send_queue.outstanding
-        if not outstanding or not outstanding[0].atomic or outstanding[0].stag != request:
+        if not outstanding or not outstanding[0][5] or outstanding[0][2] != request:
             raise fault(RDMAP_OPERATION, 6)
         # Verbs deliver the old value in the host's byte order.
-        ddp.NATIVE_U64.pack_into(outstanding[0].views[0], 0, old)
+        ddp.NATIVE_U64.pack_into(outstanding[0][1][0], 0, old)
         self.send_queue.responded()
 
     def _first_fpdu(self) -> None:
@@ -516,7 +522,7 @@ class Endpoint:
     def _terminate(self, error: ProtocolError, offender: bytes) -> None:
         """The peer broke a rule: tell it by a Terminate, and end the stream."""
         self._flush(None, 0, 0, keep=self.send_queue.stable_output)
-        self.outbox.put((ddp.encode_terminate(error, offender),))
+        self.outbox.put(ddp.encode_terminate(error, offender))
         self.terminating = True
         self.refused = f"this side ended the connection, since the peer's request was refused: {error}"
         kind = AsyncEventType.QP_ACCESS_ERR if error.layer < 2 else AsyncEventType.QP_FATAL

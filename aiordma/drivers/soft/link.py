@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain, islice
 from typing import Final
 
@@ -15,12 +15,10 @@ from aiordma.drivers.soft.mpa import Framer, Negotiated, mulpdu
 
 #: ULPDU towards our own kind: the length field's limit, less what would make a tagged payload end off a cache line.
 OUR_MULPDU: Final = 65_518
-#: Buffers of one sendmsg: half of IOV_MAX, as an FPDU may have several.
-_GATHER: Final = 340
+#: FPDUs of one sendmsg. Each may have a header, a trailer and CAPABILITIES.max_sge pieces; IOV_MAX is 1,024.
+_GATHER: Final = 30
 #: While a payload is placed directly, bytes read beyond it: the next header, not a second copy of the data.
 _LOOKAHEAD: Final = 2048
-#: Reads of one wake-up that filled all the room they had, before other sockets get their turn.
-_READS_PER_WAKEUP: Final = 4
 #: Seconds for the peer to close its side after we did.
 LINGER: Final = 5.0
 #: Seconds between looks at a socket that may not be read because too many messages wait.
@@ -53,12 +51,15 @@ class Link:
         self._fd = sock.fileno()
         self._endpoint = endpoint
         self._outbox = endpoint.outbox
+        self._send_queue = endpoint.send_queue
         self._staging = staging
         self._on_progress = on_progress
         self._on_closed = on_closed
-        # Markers tie each FPDU to its place in the stream: then one is framed only when it is sent.
-        self._ours = agreed.ours and not agreed.send_markers
         self._framer = Framer(crc=agreed.crc, markers=agreed.send_markers) if agreed.crc or agreed.send_markers else None
+        # Markers tie each FPDU to its place in the stream: then one is framed only when it is sent.
+        self._gather = agreed.ours and not agreed.send_markers
+        self._plain = self._gather and self._framer is None
+        self._ours = agreed.ours
         self._carry = b""
         self._skip = 0
         self._reading = False
@@ -88,51 +89,42 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        for _ in range(_READS_PER_WAKEUP):
-            if not self._read_once():
-                break
-        if self._sock is not None:
-            self.flush()
-        self._on_progress()
-
-    def _read_once(self) -> bool:
-        """Read and process once; True if the socket may hold more."""
+        """Read and process once."""
         sock = self._sock
         if sock is None:
-            return False
+            return
         staging = self._staging
-        placement = self._endpoint.placement
+        endpoint = self._endpoint
+        placement = endpoint.placement
+        start = 0
         try:
             if placement is not None:
-                room = placement.left + _LOOKAHEAD
                 count = sock.recvmsg_into([*placement.views, staging[:_LOOKAHEAD]])[0]
                 start, end = self._placed(count)
+            elif self._carry:
+                here = len(self._carry)
+                staging[:here] = self._carry
+                count = sock.recv_into(staging[here:])
+                end = here + count
             else:
-                start = len(self._carry)
-                staging[:start] = self._carry
-                room = len(staging) - start
-                count = sock.recv_into(staging[start:])
-                end = start + count
-                start = 0
+                count = end = sock.recv_into(staging)
         except (BlockingIOError, InterruptedError):
-            return False
+            return
         except OSError as error:
             self.error = error
             self._lost(f"the connection broke: {error.strerror}")
-            return False
+            return
         if not count:
             whole = not self._carry and not self._skip and placement is None
             if whole:
                 self._lost("the peer closed the connection", orderly=True)
             else:
                 self._lost("the peer closed the connection in the middle of a message")
-            return False
-        if self._skip:
-            skipped = min(self._skip, end - start)
-            self._skip -= skipped
-            start += skipped
+            return
         self._feed(start, end)
-        return count == room and self._reading
+        if self._outbox.sent < self._outbox.queued:
+            self.flush()
+        self._on_progress()
 
     def _placed(self, count: int) -> tuple[int, int]:
         """Note what went to the placement; gives the range of the staging buffer that holds what follows it."""
@@ -145,13 +137,21 @@ class Link:
         return 0, count - direct
 
     def _feed(self, start: int, end: int) -> None:
+        """Process what is in the staging buffer."""
+        if self._skip:
+            skipped = min(self._skip, end - start)
+            self._skip -= skipped
+            start += skipped
         staging = self._staging
         endpoint = self._endpoint
-        done = start + endpoint.receive(staging[start:end], end - start) if end > start else end
-        self._carry = bytes(staging[done:end])
-        if endpoint.receive_queue.full and self._reading:
+        if start:
+            done = start + endpoint.receive(staging[start:end], end - start)
+        else:
+            done = endpoint.receive(staging, end)
+        self._carry = bytes(staging[done:end]) if done < end else b""
+        if endpoint.receive_queue.kept_bytes > endpoint.receive_queue.bound and self._reading:
             self._pause()
-        if endpoint.terminating or endpoint.refused:
+        if endpoint.refused:
             self.shutdown()
 
     def posted_receives(self) -> None:
@@ -202,22 +202,39 @@ class Link:
     def flush(self) -> None:
         """Send what the socket takes; the rest when it is writable again."""
         sock = self._sock
+        if sock is None:
+            return
         outbox = self._outbox
         try:
-            while outbox.sent < outbox.queued and sock is not None:
+            if outbox.small and not outbox.made and self._plain:
+                self._send_small(sock)
+            while outbox.sent < outbox.queued and not self._writing:
                 self._endpoint.fill()
-                if not (self._send_gathered(sock) if self._ours else self._send_records(sock)):
-                    if not self._writing:
-                        self._writing = True
-                        self._loop.add_writer(self._fd, self._writable)
-                    break
-            else:
-                if self._shut:
-                    self._shut_down()
+                if not (self._send_gathered(sock) if self._gather else self._send_records(sock)):
+                    self._writing = True
+                    self._loop.add_writer(self._fd, self._writable)
+            if self._shut and not self._writing:
+                self._shut_down()
         except OSError as error:
             self.error = error
             self._lost(f"the connection broke: {error.strerror}")
-        self._endpoint.send_queue.records_left()
+        if self._send_queue.leaving:
+            self._send_queue.records_left()
+
+    def _send_small(self, sock: socket.socket) -> None:
+        """Send all small FPDUs in one call, joined: copying so little is cheaper than a gather list."""
+        outbox = self._outbox
+        small = outbox.small
+        data = small[0] if len(small) == 1 else b"".join(small)
+        try:
+            sent = sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            return
+        if sent == len(data):
+            outbox.sent += len(small)
+            small.clear()
+        else:
+            outbox.small_left(sent)
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._fd)
@@ -230,24 +247,20 @@ class Link:
         outbox = self._outbox
         if self._framer is not None:
             for index in range(outbox.framed, count):
-                outbox.ready[index] = tuple(self._framer.frame(outbox.ready[index]))
+                outbox.made[index] = tuple(self._framer.frame(outbox.made[index]))
                 outbox.framed = index + 1
 
     def _send_gathered(self, sock: socket.socket) -> bool:
         """Send many FPDUs in one call; False if the socket is full."""
-        wire = self._outbox.ready
+        wire = self._outbox.made
         count = min(len(wire), _GATHER)
         self._frame(count)
-        if count == 1 and len(wire[0]) == 1:
-            buffers: Sequence[bytes | memoryview] = wire[0]
-            total = len(buffers[0])
-        else:
-            buffers = list(chain.from_iterable(islice(wire, count)))
-            total = sum(map(len, buffers))
+        buffers = list(chain.from_iterable(islice(wire, count)))
         try:
-            sent = sock.sendmsg(buffers) if len(buffers) > 1 else sock.send(buffers[0])
+            sent = sock.sendmsg(buffers)
         except (BlockingIOError, InterruptedError):
             return False
+        total = sum(map(len, buffers))
         if sent == total:
             self._outbox.left(count)
             return True
@@ -256,7 +269,7 @@ class Link:
 
     def _send_records(self, sock: socket.socket) -> bool:
         """Send one FPDU a call; False if the socket is full."""
-        wire = self._outbox.ready
+        wire = self._outbox.made
         while wire:
             self._frame(1)
             record = wire[0]
@@ -272,7 +285,7 @@ class Link:
 
     def _left(self, sent: int) -> None:
         """Note a short write: drop what left, keep the rest of the FPDU it stopped in."""
-        wire = self._outbox.ready
+        wire = self._outbox.made
         while sent >= (size := sum(map(len, wire[0]))):
             sent -= size
             self._outbox.left(1)

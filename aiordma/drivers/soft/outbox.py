@@ -1,6 +1,6 @@
-"""What is to be sent, in order, as FPDUs: whole records, and long messages that are cut only when room is there.
+"""What is to be sent, in order, as FPDUs: small ones whole, long messages cut only when there is room for them.
 
-No I/O: the link takes records from here and tells how many left.
+No I/O: the link takes FPDUs from here and tells how many left.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ _AHEAD: Final = 64
 
 
 class Outbox:
-    """A FIFO of FPDUs.
+    """A FIFO of FPDUs: `small`, then `made`, then what the messages behind them will make.
 
     Every FPDU has a number, given when its message is put in, so a message's last number says when all of it left.
     A long message waits as an iterator of its segments: the response to a READ of 4 GiB costs no more memory
     than one of 4 KiB.
 
     Attributes:
-        ready: FPDUs in the order they leave.
+        small: whole FPDUs of one buffer each, to be joined and sent in one call.
+        made: FPDUs as gather lists.
         queued: number of the last FPDU put in.
         sent: number of the last FPDU that left.
-        partial: of the first one in `ready`, the front left already.
-        framed: so many of the first ones have their CRC and markers.
+        partial: of the first one in `made`, the front left already.
+        framed: so many of the first ones in `made` have their CRC and markers.
     """
 
-    __slots__ = ("_messages", "framed", "partial", "queued", "ready", "sent")
+    __slots__ = ("_messages", "framed", "made", "partial", "queued", "sent", "small")
 
     def __init__(self) -> None:
-        self.ready: deque[FPDU] = deque()
+        self.small: list[bytes] = []
+        self.made: deque[FPDU] = deque()
         self._messages: deque[Iterator[FPDU]] = deque()
         self.queued = 0
         self.sent = 0
@@ -44,13 +46,13 @@ class Outbox:
     def __bool__(self) -> bool:
         return self.sent < self.queued
 
-    def put(self, fpdu: FPDU) -> None:
-        """Queue one FPDU."""
+    def put(self, fpdu: bytes) -> None:
+        """Queue one small FPDU."""
         self.queued += 1
-        if self._messages:
-            self._messages.append(iter((fpdu,)))
+        if self._messages or self.made:
+            self._messages.append(iter(((fpdu,),)))
         else:
-            self.ready.append(fpdu)
+            self.small.append(fpdu)
 
     def put_message(self, segments: Iterator[FPDU], count: int) -> None:
         """Queue a message of `count` FPDUs, which are made when their turn comes."""
@@ -58,35 +60,59 @@ class Outbox:
         self._messages.append(segments)
 
     def fill(self) -> None:
-        """Make FPDUs of waiting messages, as many as are worth having ready."""
-        while self._messages and (room := _AHEAD - len(self.ready)) > 0:
-            made = tuple(islice(self._messages[0], room))
-            self.ready.extend(made)
-            if len(made) < room:
+        """Have as many FPDUs as are worth it in `made`, the small ones first."""
+        made = self.made
+        if self.small:
+            small, self.small = self.small, []
+            made.extend((fpdu,) for fpdu in small)
+        while self._messages and (room := _AHEAD - len(made)) > 0:
+            segments = tuple(islice(self._messages[0], room))
+            made.extend(segments)
+            if len(segments) < room:
                 self._messages.popleft()
 
+    def small_left(self, size: int) -> None:
+        """Note that `size` bytes of the joined `small` left; the rest is now the first of `made`."""
+        small = self.small
+        left = 0
+        for fpdu in small:
+            if size < len(fpdu):
+                break
+            size -= len(fpdu)
+            left += 1
+        self.sent += left
+        rest: list[FPDU] = [(fpdu,) for fpdu in small[left:]]
+        if size:
+            rest[0] = (memoryview(small[left])[size:],)
+            self.partial = True
+        self.made.extendleft(reversed(rest))
+        self.small = []
+
     def left(self, count: int) -> None:
-        """Note that the first `count` FPDUs left."""
-        ready = self.ready
-        if count == len(ready):
-            ready.clear()
+        """Note that the first `count` FPDUs of `made` left."""
+        made = self.made
+        if count == len(made):
+            made.clear()
         else:
             for _ in range(count):
-                ready.popleft()
+                made.popleft()
         self.sent += count
         self.partial = False
         if self.framed:
             self.framed = max(0, self.framed - count)
 
     def cut(self, keep: int) -> None:
-        """Forget what didn't leave yet, but for FPDUs up to number `keep` that are made, and for one that left in part."""
+        """Forget what didn't leave yet, but for made FPDUs up to number `keep`, and for one that left in part."""
         keep -= self.sent
+        if self.small:
+            small, self.small = self.small, []
+            self.made.extend((fpdu,) for fpdu in small)
         if self.partial:
             # The stream can't go on without its rest; its memory isn't ours any more.
-            self.ready[0] = tuple(map(bytes, self.ready[0]))
+            self.made[0] = tuple(map(bytes, self.made[0]))
             keep = max(keep, 1)
-        while len(self.ready) > max(keep, 0):
-            self.ready.pop()
+        while len(self.made) > max(keep, 0):
+            self.made.pop()
         self._messages.clear()
-        self.queued = self.sent + len(self.ready)
-        self.framed = min(self.framed, len(self.ready))
+        self.queued = self.sent + len(self.made)
+        self.framed = min(self.framed, len(self.made))

@@ -150,7 +150,7 @@ class SoftQP:
             self._check(wrs)
         endpoint.post_send(wrs)
         link = self.link
-        if link is not None and endpoint.outbox.sent < endpoint.outbox.queued:
+        if link is not None:
             link.kick()
         return bool(self._send_cq.pending)
 

@@ -45,16 +45,21 @@ class LocalFault(Exception):  # noqa: N818 - never leaves the driver: it becomes
 class Region:
     """A registered memory region (DriverMR)."""
 
-    __slots__ = ("access", "addr", "length", "lkey", "pd", "rkey", "table", "view")
+    __slots__ = ("access", "addr", "length", "lkey", "pd", "rkey", "table", "whole")
 
     def __init__(self, table: StagTable, pd: object, buffer: Buffer, addr: int, length: int, access: int) -> None:
         self.table = table
         self.pd = pd
-        self.view = memoryview(buffer).cast("B") if length else memoryview(b"")
+        self.whole = memoryview(buffer).cast("B") if length else memoryview(b"")
         self.addr = addr
         self.length = length
         self.access = access
         self.lkey = self.rkey = table.add(self)
+
+    def view(self, addr: int, length: int) -> memoryview:
+        """Give the memory at an address, which was checked to be in bounds."""
+        start = addr - self.addr
+        return self.whole[start : start + length]
 
     @property
     def registered(self) -> bool:
@@ -98,7 +103,7 @@ class StagTable:
         end = start + sge.length
         if start < 0 or end > region.length:
             raise LocalFault(WCStatus.LOC_PROT_ERR)
-        return region.view[start:end]
+        return region.whole[start:end]
 
     def write_target(self, pd: object, stag: int, to: int, length: int) -> memoryview:
         """Give the memory of a tagged segment from the peer (RFC 5041 section 7.1)."""
@@ -113,16 +118,14 @@ class StagTable:
         end = start + length
         if start < 0 or end > region.length:
             raise fault(DDP_TAGGED, TO_WRAP if to + length > MASK64 else BOUNDS)
-        return region.view[start:end]
+        return region.whole[start:end]
 
-    def read_source(self, pd: object, stag: int, to: int, length: int) -> tuple[Region, memoryview]:
-        """Give the memory that a Read Request names (RFC 5040 section 7.2)."""
+    def read_source(self, pd: object, stag: int, to: int, length: int) -> Region:
+        """Give the region that a Read Request names, all of it in bounds (RFC 5040 section 7.2)."""
         region = self._checked(pd, stag, _REMOTE_READ)
-        start = to - region.addr
-        end = start + length
-        if start < 0 or end > region.length:
+        if to < region.addr or to + length > region.addr + region.length:
             raise fault(RDMAP_PROTECTION, TO_WRAP if to + length > MASK64 else BOUNDS)
-        return region, region.view[start:end]
+        return region
 
     def atomic(
         self, pd: object, opcode: int, stag: int, to: int, data: int, mask: int, compare: int, compare_mask: int
@@ -134,7 +137,7 @@ class StagTable:
             raise fault(RDMAP_PROTECTION, TO_WRAP if to + 8 > MASK64 else BOUNDS)
         if to % 8:
             raise fault(RDMAP_OPERATION, 7)
-        (old,) = NATIVE_U64.unpack_from(region.view, start)
+        (old,) = NATIVE_U64.unpack_from(region.whole, start)
         if opcode == FETCH_ADD:
             # A set bit of the mask is the top bit of a field, whose carry is dropped: add without the top bits,
             # then put them right by exclusive or.
@@ -144,7 +147,7 @@ class StagTable:
         else:
             raise fault(RDMAP_OPERATION, 6)
         if new != old:
-            NATIVE_U64.pack_into(region.view, start, new)
+            NATIVE_U64.pack_into(region.whole, start, new)
         return int(old)
 
     def invalidate(self, pd: object, stag: int) -> None:
