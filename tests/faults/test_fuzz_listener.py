@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import aiordma
-from aiordma import Access, BrokenError, Connection, RemoteRegion, Server
+from aiordma import Access, BrokenError, Connection, FlushedError, RemoteRegion, Server
 from aiordma.drivers.soft import cm
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawPeer
@@ -21,7 +21,7 @@ _ALL = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 
 
 async def _echo(conn: Connection) -> None:
-    with contextlib.suppress(BrokenError):
+    with contextlib.suppress(BrokenError, FlushedError):
         async for message in conn:
             await conn.send(message)
 

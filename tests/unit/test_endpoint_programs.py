@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from aiordma.drivers.soft import mpa
 from aiordma.drivers.soft.mpa import RTR
+from aiordma.drivers.soft.send_queue import COPY_LIMIT
 from aiordma.enums import Access, Opcode, SendFlags, WCFlags, WCOpcode
 from aiordma.types import SGE
 from tests.unit.wire import ALL, NO_RTR, End, Memory, Wire
@@ -37,7 +38,7 @@ class Op(NamedTuple):
 
 
 sizes = st.one_of(
-    st.integers(0, 40), st.integers(0, 3000), st.sampled_from([0, 1, 3, 8192, 8193]), st.integers(0, 300 * 1024)
+    st.integers(0, 40), st.integers(0, 3000), st.sampled_from([0, 1, 3, COPY_LIMIT, COPY_LIMIT + 1]), st.integers(0, 300 * 1024)
 )
 ops = st.builds(Op, st.booleans(), st.sampled_from(KINDS), sizes, st.integers(0, 1 << 32), st.integers(0, 3))
 splits = st.lists(

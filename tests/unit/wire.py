@@ -67,7 +67,10 @@ class Memory:
         self.addr = addr
         self.length = len(content)
         self.region = Region(end.stags, pd or end.pd, self.view, addr, len(content), int(access))
-        self.key = self.region.rkey
+        # Real keys are random: a test that fails must fail again.
+        del end.stags.regions[self.region.rkey]
+        self.key = self.region.lkey = self.region.rkey = next(end.keys)
+        end.stags.regions[self.key] = self.region
 
     def sge(self, start: int = 0, length: int | None = None) -> SGE:
         """Name a piece of it."""
@@ -93,6 +96,7 @@ class End:
         self.endpoint = Endpoint(
             qp_num, self.stags, self.pd, self.sends, self.recvs, self._report, recv_bound=recv_bound
         )
+        self.keys = itertools.count(0x5A00_0001)
         self._wr_ids = itertools.count(1)
 
     def _report(self, event: AsyncEventType, reason: str) -> None:

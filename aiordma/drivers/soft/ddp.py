@@ -109,6 +109,8 @@ BOUNDS: Final = 1
 ACCESS: Final = 2
 FOREIGN_STAG: Final = 3
 TO_WRAP: Final = 4
+#: DDP numbers it otherwise than RDMAP.
+DDP_TO_WRAP: Final = 3
 CANNOT_INVALIDATE: Final = 9
 
 _REASONS: Final = {

@@ -97,6 +97,7 @@ class Endpoint:
         self.draining = False
         self._crc = False
         self._payload_limit = 0
+        self._small_limit = 0
         self._first = True
         self._send_rtr_expected = False
         self._responder_resources = 0
@@ -116,6 +117,7 @@ class Endpoint:
         """The MPA handshake is done: enter full operation (RFC 5044 section 4, RFC 6581 section 6)."""
         self._crc = agreed.crc
         self._payload_limit = mulpdu - ddp.TAGGED_ULPDU & ~3
+        self._small_limit = min(COPY_LIMIT, self._payload_limit)
         self._responder_resources = agreed.ird
         self.state = QPState.RTS
         queue = self.send_queue
@@ -136,15 +138,14 @@ class Endpoint:
     def post_send(self, wrs: Sequence[SendWR]) -> None:
         """Execute send work requests in order."""
         queue = self.send_queue
-        for index, wr in enumerate(wrs):
-            if self.state is _ERR:
-                for late in wrs[index:]:
-                    queue.post_flushed(late)
-                return
-            try:
-                queue.post(wr)
-            except SendFault as error:
-                self._fail(error)
+        if self.state is _ERR:
+            queue.post_flushed(wrs)
+            return
+        try:
+            queue.post(wrs)
+        except SendFault as error:
+            self._fail(error)
+            queue.post_flushed(wrs[wrs.index(error.wr) + 1 :])
 
     def post_recv(self, wrs: Sequence[RecvWR]) -> None:
         """Post receives in order."""
@@ -217,6 +218,12 @@ class Endpoint:
         if end - pos >= 4:
             length, control = _PREFIX(buf, pos)
             if length < ddp.TAGGED_ULPDU:
+                if self._crc:  # nothing in it may be believed before it is checked
+                    after = pos + (length + 9 & ~3)
+                    if after > end:
+                        return
+                    check_crc(buf[pos:after], after - pos - 4)
+                ddp.check_control(control)
                 raise fault(ddp.DDP_TAGGED, ddp.BOUNDS) if control & 0x8000 else fault(DDP_UNTAGGED, 4)
 
     def placed(self, count: int) -> int:
@@ -293,6 +300,7 @@ class Endpoint:
         elif ddp.OP_SEND <= opcode <= ddp.OP_SEND_SE_INV and length > ddp.UNTAGGED_ULPDU + COPY_LIMIT:
             if not self.receive_queue.receive_posted:
                 return 0  # a kept message grows by whole FPDUs that are here
+            ddp.check_control(control)
             message = self._send_segment(buf, pos, control)
             size = length - ddp.UNTAGGED_ULPDU
             placement = Placement(control, self.receive_queue.place(message, size), size, pad_and_crc, message)
@@ -314,13 +322,17 @@ class Endpoint:
     def _tagged_whole(self, buf: memoryview, pos: int, control: int, stag: int, to: int, size: int) -> None:
         """Process a tagged FPDU that is all here."""
         start = pos + 16
-        for view in self._tagged(control, stag, to, size):
-            stop = start + len(view)
-            view[:] = buf[start:stop]
-            start = stop
+        views = self._tagged(control, stag, to, size)
+        if len(views) == 1:
+            views[0][:] = buf[start : start + size]
+        else:
+            for view in views:
+                stop = start + len(view)
+                view[:] = buf[start:stop]
+                start = stop
         self._tagged_done(control, size)
 
-    def _tagged(self, control: int, stag: int, to: int, size: int) -> list[memoryview]:
+    def _tagged(self, control: int, stag: int, to: int, size: int) -> Sequence[memoryview]:
         """Check a tagged header, and give the memory its payload goes to."""
         if size < 0:
             raise fault(ddp.DDP_TAGGED, ddp.BOUNDS)
@@ -365,20 +377,23 @@ class Endpoint:
         if length != ddp.READ_REQUEST_ULPDU:
             raise fault(DDP_UNTAGGED, 5 if length > ddp.READ_REQUEST_ULPDU else 4)
         _, _, _, qn, msn, mo, sink_stag, sink_to, size, stag, to = _READ_REQUEST(buf, pos)
-        self._check_request(qn, msn, mo)
+        if qn != 1 or msn != self._request_msn or mo or len(self._responses) >= self._responder_resources:
+            self._check_request(qn, msn, mo)
+        self._request_msn = msn + 1 & 0xFFFFFFFF
         outbox = self.outbox
-        limit = self._payload_limit
-        if size <= COPY_LIMIT and size <= limit:
-            # The source of an empty READ must not be checked.
-            view = self._stags.read_source(self._pd, stag, to, size).view(to, size) if size else b""
-            ulpdu = ddp.TAGGED_ULPDU + size
+        limit = self._small_limit
+        if 0 < size <= limit:
+            view = self._stags.read_source(self._pd, stag, to, size)[1]
+            ulpdu = size + 14
             header = _PACK_TAGGED(ulpdu, _RESPONSE_LAST, sink_stag, sink_to)
             outbox.put(b"".join((header, view, TRAILERS[ulpdu & 3])))
-        else:
-            region = self._stags.read_source(self._pd, stag, to, size)
-            views = [region.view(to, size)]
-            segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, sink_stag, sink_to, views, size, limit)
+        elif size:
+            region, view = self._stags.read_source(self._pd, stag, to, size)
+            limit = self._payload_limit
+            segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, sink_stag, sink_to, [view], size, limit)
             outbox.put_message(_while_registered(region, segments), -(-size // limit))
+        else:  # the source of an empty READ must not be checked
+            outbox.put(_PACK_TAGGED(14, _RESPONSE_LAST, sink_stag, sink_to) + TRAILERS[2])
         self._responses.append(outbox.queued)
 
     def _check_request(self, qn: int, msn: int, mo: int) -> None:
@@ -389,12 +404,12 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 3)
         if mo:
             raise fault(DDP_UNTAGGED, 4)
-        self._request_msn = msn + 1 & ddp.MASK32
         responses = self._responses
         if len(responses) >= self._responder_resources:
+            # Numbers of responses are only dropped here: seldom, and many at once.
             sent = self.outbox.sent
-            self._responses = responses = [number for number in responses if number > sent]
-            if len(responses) >= self._responder_resources:
+            self._responses = [number for number in responses if number > sent]
+            if len(self._responses) >= self._responder_resources:
                 raise fault(DDP_UNTAGGED, 2)
 
     def _other(self, buf: memoryview, pos: int, length: int, control: int) -> None:
@@ -469,6 +484,7 @@ class Endpoint:
             ddp.ATOMIC_REQUEST.unpack_from(buf, pos)
         )
         self._check_request(qn, msn, mo)
+        self._request_msn = msn + 1 & ddp.MASK32
         old = self._stags.atomic(self._pd, operation & 0xF, stag, to, data, mask, compare, compare_mask)
         self._atomic_msn_sent = self._atomic_msn_sent + 1 & ddp.MASK32
         self.outbox.put(

@@ -49,7 +49,7 @@ class Outbox:
     def put(self, fpdu: bytes) -> None:
         """Queue one small FPDU."""
         self.queued += 1
-        if self._messages or self.made:
+        if self.made or self._messages:
             self._messages.append(iter(((fpdu,),)))
         else:
             self.small.append(fpdu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -88,14 +89,14 @@ class SoftCQ(CompletionSink):
             taken = pending.copy()
             pending.clear()
             self.solicited = False
-        else:
-            taken = pending[:limit]
-            del pending[:limit]
+            return taken
+        taken = pending[:limit]
+        del pending[:limit]
         return taken
 
     def notify(self) -> None:
-        """Call on_ready if armed and something is there. Only from the loop's callbacks, never from a post."""
-        if self._armed and self.pending and (not self._solicited_only or self.solicited or self._failed()):
+        """Call on_ready if armed. Called with something pending, by the loop's callbacks, never within a post."""
+        if self._armed and (not self._solicited_only or self.solicited or self._failed()):
             self._armed = False
             self._on_ready()
 
@@ -143,27 +144,26 @@ class SoftQP:
 
     def post_send(self, wrs: Sequence[SendWR]) -> bool:
         """Execute; True if a completion can be polled."""
-        endpoint = self.endpoint
-        if endpoint.state is QPState.INIT:
-            raise PostError(22, "the queue pair isn't connected", posted=0)
-        if len(wrs) > 1 or len(wrs[0].sg_list) > self._max_sge or wrs[0].opcode not in _SUPPORTED:
+        if self.link is None or len(wrs) > 1 or len(wrs[0].sg_list) > 1 or wrs[0].opcode not in _SUPPORTED:
             self._check(wrs)
-        endpoint.post_send(wrs)
-        link = self.link
-        if link is not None:
-            link.kick()
+        self.endpoint.post_send(wrs)
+        self.link.kick()
         return bool(self._send_cq.pending)
 
     def _check(self, wrs: Sequence[SendWR]) -> None:
         """Refuse what verbs refuse at the post."""
+        if self.link is None:
+            raise PostError(errno.EINVAL, "the queue pair isn't connected", posted=0)
         for index, wr in enumerate(wrs):
             if wr.opcode in _SUPPORTED and len(wr.sg_list) <= self._max_sge:
                 continue
             if index:
                 self.post_send(wrs[:index])
             if wr.opcode not in _SUPPORTED:
-                raise PostError(95, f"{Opcode(wr.opcode).name} isn't offered by the soft device", posted=index)
-            raise PostError(22, f"{len(wr.sg_list)} elements, the queue pair takes {self._max_sge}", posted=index)
+                text = f"{Opcode(wr.opcode).name} isn't offered by the soft device"
+                raise PostError(errno.EOPNOTSUPP, text, posted=index)
+            text = f"{len(wr.sg_list)} elements, the queue pair takes {self._max_sge}"
+            raise PostError(errno.EINVAL, text, posted=index)
 
     def post_recv(self, wrs: Sequence[RecvWR]) -> bool:
         """Post receives; True if a message was waiting for one."""
@@ -171,7 +171,7 @@ class SoftQP:
             if len(wr.sg_list) > self._max_sge:
                 self.endpoint.post_recv(wrs[:index])
                 raise PostError(
-                    22, f"{len(wr.sg_list)} elements, the queue pair takes {self._max_sge}",
+                    errno.EINVAL, f"{len(wr.sg_list)} elements, the queue pair takes {self._max_sge}",
                     posted=index, verb="ibv_post_recv",
                 )  # fmt: skip
         self.endpoint.post_recv(wrs)
@@ -191,10 +191,9 @@ class SoftQP:
 
     def progress(self) -> None:
         """Notify the completion queues. Called by the loop or the link, never within a post."""
-        if self._closed:
-            return
-        self._send_cq.notify()
-        if self._recv_cq is not self._send_cq:
+        if self._send_cq.pending:
+            self._send_cq.notify()
+        if self._recv_cq.pending:
             self._recv_cq.notify()
 
     def attach(self, link: Link) -> None:

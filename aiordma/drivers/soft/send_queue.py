@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final, TypeAlias
 
@@ -62,7 +62,7 @@ class CompletionSink:
 
 #: A READ or atomic whose response hasn't come, as a plain tuple since one is made for each: the request (None for an
 #: RTR), its memory, sink STag (an atomic's request id), sink TO, length, and whether it is an atomic.
-Outstanding: TypeAlias = tuple[SendWR | None, list[memoryview], int, int, int, bool]
+Outstanding: TypeAlias = tuple[SendWR | None, Sequence[memoryview], int, int, int, bool]
 
 _Execute: TypeAlias = Callable[[SendWR], bool]
 
@@ -85,6 +85,8 @@ class SendQueue:
         self._pd = pd
         self._outbox = outbox
         self._sink = sink
+        self._put = outbox.put
+        self._local = stags.local
         self._posted: deque[SendWR] = deque()
         self._stalled: deque[SendWR] = deque()
         self.leaving: deque[tuple[int, int, SendWR]] = deque()
@@ -123,15 +125,16 @@ class SendQueue:
         self.hold = False
         self._advance()
 
-    def post(self, wr: SendWR) -> None:
-        """Execute a request, or queue it behind what must come first.
+    def post(self, wrs: Sequence[SendWR]) -> None:
+        """Execute requests, or queue them behind what must come first.
 
         Raises:
-            SendFault: its memory doesn't fit.
+            SendFault: the memory of one doesn't fit; those behind it weren't looked at.
         """
-        wr.driver_data = False
-        if self._stalled or self.hold or not self._run(wr):
-            self._stalled.append(wr)
+        for wr in wrs:
+            wr.driver_data = False
+            if self._stalled or self.hold or not self._run(wr):
+                self._stalled.append(wr)
 
     def _run(self, wr: SendWR) -> bool:
         """Execute; False if it must wait for responses."""
@@ -158,7 +161,7 @@ class SendQueue:
         """Give the payload of a request as views, and its length."""
         if wr.inline_data is not None:
             return [memoryview(wr.inline_data)], len(wr.inline_data)
-        views = [self._stags.local(self._pd, sge) for sge in wr.sg_list]
+        views = [self._local(self._pd, sge) for sge in wr.sg_list]
         return views, sum(map(len, views))
 
     def _write(self, wr: SendWR) -> bool:
@@ -167,7 +170,7 @@ class SendQueue:
         if total <= COPY_LIMIT and total <= self._payload_limit:
             length = ddp.TAGGED_ULPDU + total
             header = ddp.TAGGED_HEADER.pack(length, ddp.TAGGED_LAST, wr.rkey, wr.remote_addr)
-            self._outbox.put(b"".join((header, *views, trailer(length))))
+            self._put(b"".join((header, *views, trailer(length))))
             self._finish(wr)
         else:
             segments = ddp.tagged_segments(
@@ -205,7 +208,7 @@ class SendQueue:
             header = ddp.UNTAGGED_HEADER.pack(
                 length, ddp.UNTAGGED_LAST | opcode, invalidate, ddp.QN_SEND, msn, 0
             )
-            self._outbox.put(b"".join((header, *views, trailer(length))))
+            self._put(b"".join((header, *views, trailer(length))))
             self._finish(wr)
         else:
             segments = ddp.untagged_segments(opcode, invalidate, msn, views, total, self._untagged_limit)
@@ -219,35 +222,30 @@ class SendQueue:
         self.leaving.append((self._outbox.queued, count, wr))
 
     def _read(self, wr: SendWR) -> bool:
-        if len(self.outstanding) >= self.initiator_depth:
+        outstanding = self.outstanding
+        if len(outstanding) >= self.initiator_depth:
             return False
         sg_list = wr.sg_list
         if len(sg_list) == 1:
             sge = sg_list[0]
             stag, to, total = sge.lkey, sge.addr, sge.length
-            views = [self._stags.local(self._pd, sge, _LOCAL_WRITE)]
+            views = (self._local(self._pd, sge, _LOCAL_WRITE),)
         else:
             # One sink goes on the wire. The response is matched with this request, so of a longer scatter list the
             # first element's key and address stand for all of it.
-            views = [self._stags.local(self._pd, sge, _LOCAL_WRITE) for sge in sg_list]
+            views = tuple([self._local(self._pd, sge, _LOCAL_WRITE) for sge in sg_list])
             total = sum(map(len, views))
             stag, to = (sg_list[0].lkey, sg_list[0].addr) if sg_list else (0, 0)
         self._posted.append(wr)
-        self._request((wr, views, stag, to, total, False), wr.rkey, wr.remote_addr)
+        outstanding.append((wr, views, stag, to, total, False))
+        self._request_msn = msn = self._request_msn + 1 & 0xFFFFFFFF
+        self._put(_PACK_READ(46, _READ_CONTROL, 0, 1, msn, 0, stag, to, total, wr.rkey, wr.remote_addr))
         return True
-
-    def _request(self, read: Outstanding, rkey: int, remote_addr: int) -> None:
-        self.outstanding.append(read)
-        self._request_msn = msn = self._request_msn + 1 & ddp.MASK32
-        _, _, stag, to, total, _ = read
-        self._outbox.put(
-            _PACK_READ(46, _READ_CONTROL, 0, ddp.QN_REQUEST, msn, 0, stag, to, total, rkey, remote_addr)
-        )
 
     def _atomic(self, wr: SendWR) -> bool:
         if len(self.outstanding) >= self.initiator_depth:
             return False
-        views = [self._stags.local(self._pd, sge, _LOCAL_WRITE) for sge in wr.sg_list]
+        views = [self._local(self._pd, sge, _LOCAL_WRITE) for sge in wr.sg_list]
         if len(views) != 1 or len(views[0]) != 8:
             raise LocalFault(WCStatus.LOC_LEN_ERR)
         self._posted.append(wr)
@@ -259,7 +257,7 @@ class SendQueue:
             operands = (wr.swap, ddp.MASK64, wr.compare_add, ddp.MASK64)
             operation = ddp.COMPARE_SWAP
         self.outstanding.append((wr, views, msn, 0, 8, True))
-        self._outbox.put(
+        self._put(
             ddp.ATOMIC_REQUEST_FPDU.pack(
                 ddp.ATOMIC_REQUEST_ULPDU, _ATOMIC_CONTROL, 0, ddp.QN_REQUEST, msn, 0,
                 operation, msn, wr.rkey, wr.remote_addr, *operands,
@@ -281,16 +279,18 @@ class SendQueue:
     def send_rtr_write(self) -> None:
         """Send a zero-length Write; its STag and offset aren't checked by anyone."""
         header = ddp.TAGGED_HEADER.pack(ddp.TAGGED_ULPDU, ddp.TAGGED_LAST, 1, 0)
-        self._outbox.put(header + trailer(ddp.TAGGED_ULPDU))
+        self._put(header + trailer(ddp.TAGGED_ULPDU))
 
     def send_rtr_read(self) -> None:
         """Send a zero-length Read Request; its response completes nothing."""
-        self._request((None, [], 0, 0, 0, False), 1, 0)
+        self.outstanding.append((None, (), 0, 0, 0, False))
+        self._request_msn += 1
+        self._put(_PACK_READ(46, _READ_CONTROL, 0, 1, self._request_msn, 0, 0, 0, 0, 1, 0))
 
     def send_rtr_send(self) -> None:
         """Send a zero-length Send; it consumes a receive of the peer's."""
         self._send_msn += 1
-        self._outbox.put(b"".join(next(ddp.untagged_segments(ddp.OP_SEND, 0, self._send_msn, [], 0, 4))))
+        self._put(b"".join(next(ddp.untagged_segments(ddp.OP_SEND, 0, self._send_msn, [], 0, 4))))
 
     # -- completions ----------------------------------------------------------------------------------------------
 
@@ -338,9 +338,10 @@ class SendQueue:
         last, count, _ = self.leaving[0]
         return last - count
 
-    def post_flushed(self, wr: SendWR) -> None:
+    def post_flushed(self, wrs: Sequence[SendWR]) -> None:
         """Post to a QP in IBV_QPS_ERR."""
-        self._sink.pending.append((wr.wr_id, int(WCStatus.WR_FLUSH_ERR), 0, 0, self._qp_num, 0, 0, 0))
+        flushed = int(WCStatus.WR_FLUSH_ERR)
+        self._sink.pending.extend((wr.wr_id, flushed, 0, 0, self._qp_num, 0, 0, 0) for wr in wrs)
 
     def flush(self, failed: SendWR | None, status: int, vendor_err: int) -> None:
         """Complete everything as flushed, but `failed` with `status` (the move to IBV_QPS_ERR)."""

@@ -16,6 +16,7 @@ from aiordma.drivers.soft.ddp import (
     CANNOT_INVALIDATE,
     COMPARE_SWAP,
     DDP_TAGGED,
+    DDP_TO_WRAP,
     FETCH_ADD,
     FOREIGN_STAG,
     MASK64,
@@ -55,11 +56,6 @@ class Region:
         self.length = length
         self.access = access
         self.lkey = self.rkey = table.add(self)
-
-    def view(self, addr: int, length: int) -> memoryview:
-        """Give the memory at an address, which was checked to be in bounds."""
-        start = addr - self.addr
-        return self.whole[start : start + length]
 
     @property
     def registered(self) -> bool:
@@ -117,15 +113,19 @@ class StagTable:
         start = to - region.addr
         end = start + length
         if start < 0 or end > region.length:
-            raise fault(DDP_TAGGED, TO_WRAP if to + length > MASK64 else BOUNDS)
+            raise fault(DDP_TAGGED, DDP_TO_WRAP if to + length > MASK64 else BOUNDS)
         return region.whole[start:end]
 
-    def read_source(self, pd: object, stag: int, to: int, length: int) -> Region:
-        """Give the region that a Read Request names, all of it in bounds (RFC 5040 section 7.2)."""
-        region = self._checked(pd, stag, _REMOTE_READ)
-        if to < region.addr or to + length > region.addr + region.length:
+    def read_source(self, pd: object, stag: int, to: int, length: int) -> tuple[Region, memoryview]:
+        """Give region and memory that a Read Request names (RFC 5040 section 7.2)."""
+        region = self.regions.get(stag)
+        if region is None or region.pd is not pd or not region.access & _REMOTE_READ:
+            region = self._checked(pd, stag, _REMOTE_READ)
+        start = to - region.addr
+        end = start + length
+        if start < 0 or end > region.length:
             raise fault(RDMAP_PROTECTION, TO_WRAP if to + length > MASK64 else BOUNDS)
-        return region
+        return region, region.whole[start:end]
 
     def atomic(
         self, pd: object, opcode: int, stag: int, to: int, data: int, mask: int, compare: int, compare_mask: int
