@@ -114,6 +114,7 @@ class Inbox:
             if self._messages and not self._qp.cq.budget.take():
                 # Receiving what is there doesn't suspend: other tasks must have their turn.
                 await asyncio.sleep(0)
+                self._qp.cq.budget.renew()
             while not self._messages:
                 if self._ended:
                     raise self._qp.unusable()

@@ -104,6 +104,8 @@ class QueuePair:
         self._low_bytes = 16 * 1024
         self._drainers: list[asyncio.Future[None]] = []
         self._watchers: list[Callable[[], None]] = []
+        #: Something waits for completions, besides futures: `pump()` is to be called after them.
+        self.attention = False
 
     # -- posting ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +137,14 @@ class QueuePair:
         """
         if self.refusal is not None:
             raise self.unusable()
-        slot = self.slot(opcode, sg_list, remote_addr, rkey, inline_data, send_flags)
+        # As slot(), in line: it is on the path of every operation.
+        slot = self._free.pop() if self._free else SendSlot()
+        slot.opcode = opcode
+        slot.sg_list = sg_list
+        slot.remote_addr = remote_addr
+        slot.rkey = rkey
+        slot.inline_data = inline_data
+        slot.send_flags = send_flags
         slot.finish = finish
         if imm_data or compare_add or swap:
             slot.imm_data = imm_data
@@ -225,6 +234,7 @@ class QueuePair:
         slot.nbytes = len(slot.inline_data) if slot.inline_data else sum([sge.length for sge in slot.sg_list])
         self._waiting_bytes += slot.nbytes
         self._waiting.append(slot)
+        self.attention = True
 
     def pump(self) -> None:
         """Post what waits, as far as there is room; called after completions were handed out."""
@@ -244,10 +254,10 @@ class QueuePair:
                 self._post_now(ready)
         if self._drainers and self._below_low():
             self._wake_drainers()
-        if self._watchers:
-            watchers, self._watchers = self._watchers, []
-            for watcher in watchers:
-                watcher()
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+        self.attention = bool(self._waiting or self._drainers or self._watchers)
 
     def _post_failed(self, slots: Sequence[SendSlot], error: OSError) -> None:
         """The device refused a post, or the rest of a list: nothing leaks, and each request gets the reason."""
@@ -443,6 +453,7 @@ class QueuePair:
                 future.set_result(None)
 
         self._watchers.append(wake)
+        self.attention = True
         return future
 
     async def idle(self, memory: SGE) -> None:
@@ -526,6 +537,7 @@ class QueuePair:
             return
         future: asyncio.Future[None] = self._create_future()
         self._drainers.append(future)
+        self.attention = True
         await future
         if self.refusal is not None:
             raise self.unusable()

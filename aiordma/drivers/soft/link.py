@@ -138,12 +138,12 @@ class Link:
 
     def _feed(self, start: int, end: int) -> None:
         """Process what is in the staging buffer."""
+        endpoint = self._endpoint
+        staging = self._staging
         if self._skip:
             skipped = min(self._skip, end - start)
             self._skip -= skipped
             start += skipped
-        staging = self._staging
-        endpoint = self._endpoint
         if start:
             done = start + endpoint.receive(staging[start:end], end - start)
         else:
@@ -195,7 +195,7 @@ class Link:
 
     def _flush_posted(self) -> None:
         self._flush_scheduled = False
-        if self._sock is not None and not self._writing:
+        if not self._writing:
             self.flush()
             self._on_progress()
 

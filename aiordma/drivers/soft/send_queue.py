@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from aiordma.drivers.base import Completion
 from aiordma.drivers.soft import ddp
-from aiordma.drivers.soft.mpa import trailer
+from aiordma.drivers.soft.mpa import TRAILERS, trailer
 from aiordma.drivers.soft.outbox import Outbox
 from aiordma.drivers.soft.stag import LocalFault, StagTable
 from aiordma.enums import Access, Opcode, SendFlags, WCOpcode, WCStatus
@@ -24,6 +24,8 @@ _SIGNALED: Final = int(SendFlags.SIGNALED)
 _SOLICITED: Final = int(SendFlags.SOLICITED)
 _LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
 _READ_CONTROL: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
+_WRITE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_WRITE
+_PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
 _PACK_READ: Final = ddp.READ_REQUEST_FPDU.pack
 _ATOMIC_CONTROL: Final = ddp.UNTAGGED_LAST | ddp.OP_ATOMIC_REQUEST
 
@@ -95,6 +97,7 @@ class SendQueue:
         self.initiator_depth = 0
         self._payload_limit = 0
         self._untagged_limit = 0
+        self._small_limit = 0
         self._send_msn = 0
         self._request_msn = 0
         self._execute: dict[int, _Execute] = {
@@ -119,6 +122,7 @@ class SendQueue:
         # Multiples of 4 need no pad, and a tagged payload in between no realignment.
         self._payload_limit = (mulpdu - ddp.TAGGED_ULPDU) & ~3
         self._untagged_limit = (mulpdu - ddp.UNTAGGED_ULPDU) & ~3
+        self._small_limit = min(COPY_LIMIT, self._untagged_limit)
 
     def release(self) -> None:
         """The handshake is over: send what was posted meanwhile."""
@@ -165,18 +169,25 @@ class SendQueue:
         return views, sum(map(len, views))
 
     def _write(self, wr: SendWR) -> bool:
+        data = wr.inline_data
+        if data is not None and len(data) <= self._small_limit:
+            self._posted.append(wr)
+            length = ddp.TAGGED_ULPDU + len(data)
+            header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
+            self._put(b"".join((header, data, TRAILERS[length & 3])))
+            self._finish(wr)
+            return True
         views, total = self._source(wr)
         self._posted.append(wr)
-        if total <= COPY_LIMIT and total <= self._payload_limit:
+        if total <= self._small_limit:
             length = ddp.TAGGED_ULPDU + total
-            header = ddp.TAGGED_HEADER.pack(length, ddp.TAGGED_LAST, wr.rkey, wr.remote_addr)
-            self._put(b"".join((header, *views, trailer(length))))
+            header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
+            self._put(b"".join((header, *views, TRAILERS[length & 3])))
             self._finish(wr)
         else:
-            segments = ddp.tagged_segments(
-                ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, self._payload_limit
-            )
-            self._send_message(wr, segments, -(-total // self._payload_limit))
+            limit = self._payload_limit
+            segments = ddp.tagged_segments(ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, limit)
+            self._send_message(wr, segments, -(-total // limit))
         return True
 
     def _write_with_imm(self, wr: SendWR) -> bool:
@@ -203,12 +214,12 @@ class SendQueue:
             invalidate = wr.imm_data
         else:
             opcode = ddp.OP_SEND_SE if solicited else ddp.OP_SEND
-        if total <= COPY_LIMIT and total <= self._untagged_limit:
+        if total <= self._small_limit:
             length = ddp.UNTAGGED_ULPDU + total
             header = ddp.UNTAGGED_HEADER.pack(
                 length, ddp.UNTAGGED_LAST | opcode, invalidate, ddp.QN_SEND, msn, 0
             )
-            self._put(b"".join((header, *views, trailer(length))))
+            self._put(b"".join((header, *views, TRAILERS[length & 3])))
             self._finish(wr)
         else:
             segments = ddp.untagged_segments(opcode, invalidate, msn, views, total, self._untagged_limit)
