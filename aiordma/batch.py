@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiordma.enums import Opcode
-from aiordma.errors import CompletionError, FlushedError
-from aiordma.queue_pair import SendSlot
+from aiordma.errors import CompletionError, FlushedError, RDMAError
+from aiordma.queue_pair import RUN_LENGTH, RunSlot, SendSlot
 from aiordma.types import Buffer, RemoteRegion
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class Batch:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._qp = connection.qp
-        self._slots: list[SendSlot] = []
+        self._slots: list[SendSlot | RunSlot] = []
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return sum(slot.count for slot in self._slots)
 
     def read(self, remote: RemoteRegion, into: Memory) -> None:
         """Add a READ; see `Connection.read`."""
@@ -98,14 +99,19 @@ class Batch:
         count = len(offsets)
         if size < 0 or count * size > memory.length:
             raise ValueError(f"{count} pieces of {size} bytes, but the local memory has {memory.length}")
-        if count and (min(offsets) < 0 or max(offsets) + size > remote.length):
+        if count and (min(offsets) < 0 or int(max(offsets)) + size > remote.length):  # NumPy's integers would wrap
             raise ValueError(f"an offset is out of bounds: the remote region has {remote.length} bytes")
-        base, rkey = remote.addr, remote.rkey
-        slot, add = self._qp.slot, self._slots.append
-        start = 0
-        for offset in offsets:
-            add(slot(opcode, (memory[start : start + size],), base + int(offset), rkey, None, 0))
-            start += size
+        base = remote.addr
+        remote_addrs = [base + offset for offset in (offsets if isinstance(offsets, range) else map(int, offsets))]
+        step = min(RUN_LENGTH, self._qp.max_send_wr)
+        for start in range(0, count, step):
+            end = min(start + step, count)
+            # An empty piece is at the same place as its neighbours.
+            first = memory.addr + start * size
+            local_addrs = range(first, first + (end - start) * size, size) if size else [first] * (end - start)
+            run = RunSlot(opcode, size, memory.lkey, remote.rkey, local_addrs, remote_addrs[start:end])
+            run.sg_list = (memory,)
+            self._slots.append(run)
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,19 +121,26 @@ class Batch:
     ) -> None:
         slots, self._slots = self._slots, []
         if exc is not None:
-            for slot in slots:
-                if slot.future is not None:
-                    slot.future.cancel()
-            self._qp.give_back(slots)
+            self._drop(slots)
         elif slots:
             await self._post(slots)
 
-    async def _post(self, slots: list[SendSlot]) -> None:
+    def _drop(self, slots: list[SendSlot | RunSlot]) -> None:
+        """Let go of slots that are not posted; nobody shall wait for their futures."""
+        for slot in slots:
+            if slot.future is not None:
+                slot.future.cancel()
+        self._qp.give_back(slots)
+
+    async def _post(self, slots: list[SendSlot | RunSlot]) -> None:
         failures: list[BaseException] = []
-        for part in self._qp.post_list(slots, failures):
-            # Its outcome is among the failures; waiting for it must not raise, nor cancel it for its owner.
-            if not part.done():
-                await asyncio.wait((part,))
+        try:
+            last = self._qp.post_list(slots, failures)
+        except RDMAError:  # nothing can be posted any more
+            self._drop(slots)
+            raise
+        with contextlib.suppress(RDMAError, OSError):  # its outcome is among the failures
+            await last
         if failures:
             raise _one(failures)
 

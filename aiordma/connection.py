@@ -14,10 +14,10 @@ from typing import Any, Final, Self, TypeAlias
 from aiordma.batch import Batch
 from aiordma.cm import CMID, resolve_host
 from aiordma.device import Context, ProtectionDomain, choose_device, driver_of, loop_state
-from aiordma.enums import Access, Opcode, SendFlags
+from aiordma.enums import Access, Opcode, QPState, SendFlags
 from aiordma.errors import BrokenError, ClosedError, ConnectError, RejectedError, UnsupportedError
 from aiordma.inbox import Inbox, Message
-from aiordma.memory import MemoryRegion, MemorySlice, as_bytes
+from aiordma.memory import MemoryRegion, MemorySlice, as_bytes, exported
 from aiordma.opening import Opening
 from aiordma.queue_pair import QueuePair
 from aiordma.types import Buffer, Capabilities, ConnParam, RemoteRegion, SocketAddress
@@ -30,6 +30,7 @@ Memory: TypeAlias = MemoryRegion | MemorySlice
 #: Unregistered data up to this is copied at the call, above it is registered for the one operation.
 BOUNCE_SIZE: Final = 64 * 1024
 
+_LOCAL: Final = (MemorySlice, MemoryRegion)
 _READ: Final = Opcode.RDMA_READ
 _WRITE: Final = Opcode.RDMA_WRITE
 _SEND: Final = Opcode.SEND
@@ -81,6 +82,7 @@ class Connection:
         self.context: Context = pd.context
         self.param = param
         self.qp: QueuePair = pd.create_qp(param)
+        self._post_read = self.qp.post_read
         self.qp.peer = cm_id.peer_addr
         # The loop's tables reach queue pair and identifier: an unclosed connection is only collected, and complains,
         # if nothing in there refers to it.
@@ -125,12 +127,14 @@ class Connection:
             return self.qp.post_send(
                 _READ, (memory,), remote.addr, remote.rkey, None, _SIGNALED | fence, view.tobytes
             )
-        if isinstance(into, (MemorySlice, MemoryRegion)):
-            sg_list: Sequence[Memory] = (into,)
-            length = into.length
-        else:
-            sg_list = self._scatter(into)
-            length = sum([memory.length for memory in sg_list])
+        if isinstance(into, _LOCAL):
+            if into.length > remote.length:
+                raise ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
+            if not fence:
+                return self._post_read(into, remote.addr, remote.rkey)
+            into = (into,)
+        sg_list = self._scatter(into)
+        length = sum([memory.length for memory in sg_list])
         if length > remote.length:
             raise ValueError(f"{length} bytes to read, but the remote region has {remote.length}")
         return self.qp.post_send(_READ, sg_list, remote.addr, remote.rkey, None, _SIGNALED | fence)
@@ -279,9 +283,12 @@ class Connection:
         """Receive a message into a buffer, registered or not, and give its length. As `recv` in everything else.
 
         Raises:
-            ValueError: the message is longer than the buffer; it stays, and can be received again.
+            ValueError: the message is longer than the buffer; it stays, and can be received again. Or the buffer is
+                read-only.
         """
-        view = buffer.view if isinstance(buffer, (MemorySlice, MemoryRegion)) else memoryview(buffer).cast("B")
+        if isinstance(buffer, _LOCAL):
+            buffer = buffer.view
+        view = exported(buffer, Access.LOCAL_WRITE)
         return await self._inbox.recv_into(view)
 
     def __aiter__(self) -> Self:
@@ -328,7 +335,7 @@ class Connection:
         if type(data) is bytes:
             if len(data) <= self._max_inline:
                 return (), data, len(data)
-        elif isinstance(data, (MemorySlice, MemoryRegion)):
+        elif isinstance(data, _LOCAL):
             return (data,), None, data.length
         elif isinstance(data, (list, tuple)):
             sg_list = self._scatter(data)
@@ -345,7 +352,7 @@ class Connection:
 
     def _scatter(self, pieces: Sequence[Memory]) -> Sequence[Memory]:
         for piece in pieces:
-            if not isinstance(piece, (MemorySlice, MemoryRegion)):
+            if not isinstance(piece, _LOCAL):
                 raise TypeError(f"pieces must be registered memory, not {type(piece).__name__}: see register()")
         if len(pieces) > self.param.max_sge:
             raise ValueError(f"{len(pieces)} pieces, the queue pair takes {self.param.max_sge}: ConnParam(max_sge=)")
@@ -401,6 +408,8 @@ class Connection:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await self.qp.settled()
+                        if self.qp.state is QPState.ERR:
+                            self.qp.to_error()  # what came before the end and wasn't received is given up
                         self._cm_id.disconnect()
                         await self._cm_id.disconnected()
         finally:
@@ -418,7 +427,9 @@ class Connection:
     def _on_failure(self, failure: BaseException) -> None:
         """The queue pair failed: the device must let go of everything, and the peer must know."""
         if not isinstance(failure, ClosedError):
-            self.qp.driver.to_error()
+            # A queue pair that is in error already may still deliver what came before the end: a flush would lose it.
+            if self.qp.state is not QPState.ERR:
+                self.qp.driver.to_error()
             self._cm_id.disconnect()
 
     def _on_disconnected(self, reason: str) -> None:

@@ -106,6 +106,7 @@ class Context:
         for cq in self._cqs:
             qp = cq.qps.get(element)
             if qp is not None and event_type in _QP_FAULTS:
+                cq.poll()  # a completion that waits says more: which request, and what is wrong with it
                 qp.fault(reason)
         for queue in self._watchers:
             queue.put_nowait(AsyncEvent(event_type, element, reason))

@@ -10,17 +10,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from aiordma.completion import CompletionQueue
 from aiordma.drivers.base import Completion, DriverContext, DriverPD, DriverQP, PostError
 from aiordma.enums import Opcode, QPState, SendFlags, WCStatus
 from aiordma.errors import BrokenError, ClosedError, CompletionError, FlushedError, RDMAError, completion_error
-from aiordma.types import SGE, ConnParam, RecvWR, SendWR
+from aiordma.types import SGE, ConnParam, RecvWR, RunWR, SendWR
 
 __all__ = ["QueuePair"]
 
 _SIGNALED: Final = int(SendFlags.SIGNALED)
+_READ: Final = Opcode.RDMA_READ
+#: READs collected into one run: few enough that the peer starts on one while the next is made.
+RUN_LENGTH: Final = 64
 _FLUSHED: Final = int(WCStatus.WR_FLUSH_ERR)
 
 
@@ -28,6 +32,9 @@ class SendSlot(SendWR):
     """A work request with what waits for it."""
 
     __slots__ = ("finish", "future", "group", "nbytes")
+
+    #: How many requests it is, as a run's.
+    count = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +44,23 @@ class SendSlot(SendWR):
         #: Collects failures of a batch's requests.
         self.group: list[BaseException] | None = None
         self.nbytes = 0
+
+
+class RunSlot(RunWR):
+    """A run with what waits for it: a future for each of its requests, or one for the last."""
+
+    __slots__ = ("future", "futures", "group", "nbytes", "retired")
+
+    def __init__(
+        self, opcode: Opcode, size: int, lkey: int, rkey: int, local_addrs: Sequence[int], remote_addrs: Sequence[int]
+    ) -> None:
+        super().__init__(opcode, size, lkey, rkey, local_addrs, remote_addrs)
+        self.future: asyncio.Future[Any] | None = None
+        self.futures: Sequence[asyncio.Future[Any]] = ()
+        self.group: list[BaseException] | None = None
+        self.nbytes = 0
+        #: So many of its requests have completed.
+        self.retired = 0
 
 
 class RecvSlot(RecvWR):
@@ -93,12 +117,16 @@ class QueuePair:
         self.failure: BaseException | None = None
         #: Why nothing can be posted any more: the failure, or that it is being closed.
         self.refusal: BaseException | None = None
-        self._ledger: deque[SendSlot] = deque()
+        self._ledger: deque[SendSlot | RunSlot] = deque()
         self._recv_ledger: deque[RecvSlot] = deque()
         self._free: list[SendSlot] = []
         self._credits = self.max_send_wr
         self._next_id = 0
-        self._waiting: deque[SendSlot] = deque()
+        self._waiting: deque[SendSlot | RunSlot] = deque()
+        #: READs of this turn that will be posted as a run.
+        self._collected: _Collected | None = None
+        #: No READ was posted since the last completion: the next one goes at once.
+        self._fresh = True
         self._waiting_bytes = 0
         self._high_bytes = 64 * 1024
         self._low_bytes = 16 * 1024
@@ -137,6 +165,8 @@ class QueuePair:
         """
         if self.refusal is not None:
             raise self.unusable()
+        if self._collected is not None:
+            self._post_collected()
         # As slot(), in line: it is on the path of every operation.
         slot = self._free.pop() if self._free else SendSlot()
         slot.opcode = opcode
@@ -146,10 +176,9 @@ class QueuePair:
         slot.inline_data = inline_data
         slot.send_flags = send_flags
         slot.finish = finish
-        if imm_data or compare_add or swap:
-            slot.imm_data = imm_data
-            slot.compare_add = compare_add
-            slot.swap = swap
+        slot.imm_data = imm_data
+        slot.compare_add = compare_add
+        slot.swap = swap
         future = slot.future = self._create_future()
         if self._credits and not self._waiting:
             self._credits -= 1
@@ -163,6 +192,44 @@ class QueuePair:
         else:
             self._enqueue(slot)
         return future
+
+    def post_read(self, memory: SGE, remote_addr: int, rkey: int) -> asyncio.Future[Any]:
+        """Post a READ into one piece of memory; as `post_send` in everything else.
+
+        The first one goes to the device at once. Those that follow in the same turn of the loop are collected, and go
+        as runs where they are alike: the device handles a run for a fraction of the price.
+        """
+        if self._fresh or self._waiting or not self._credits or self.refusal is not None:
+            self._fresh = False
+            return self.post_send(_READ, (memory,), remote_addr, rkey)
+        run = self._collected
+        if run is None or run.size != memory.length or run.rkey != rkey or run.lkey != memory.lkey or run.full:
+            if run is None:
+                self._loop.call_soon(self._post_collected)
+            else:
+                self._post_collected()
+            run = self._collected = _Collected(memory.length, memory.lkey, rkey)
+        self._credits -= 1
+        return run.add(memory, remote_addr, self._create_future())
+
+    def _post_collected(self) -> None:
+        """Post what was collected: as a run, or as single READs if it is too short."""
+        run, self._collected = self._collected, None
+        if run is None:
+            return
+        self._credits += len(run.futures)
+        if len(run.futures) > 2:
+            slot = RunSlot(_READ, run.size, run.lkey, run.rkey, run.local_addrs, run.remote_addrs)
+            slot.sg_list = run.memory
+            slot.futures = run.futures
+            self._post_now((slot,))
+            return
+        slots = []
+        for memory, remote_addr, future in zip(run.memory, run.remote_addrs, run.futures, strict=True):
+            single = self.slot(_READ, (memory,), remote_addr, run.rkey, None, _SIGNALED)
+            single.future = future
+            slots.append(single)
+        self._post_now(slots)
 
     def slot(
         self, opcode: Opcode, sg_list: Sequence[SGE], remote_addr: int, rkey: int,
@@ -178,60 +245,78 @@ class QueuePair:
         slot.send_flags = send_flags
         return slot
 
-    def give_back(self, slots: Sequence[SendSlot]) -> None:
+    def give_back(self, slots: Sequence[SendSlot | RunSlot]) -> None:
         """Take back slots that were filled in and not posted."""
         for slot in slots:
             self._recycle(slot)
 
-    def post_list(self, slots: Sequence[SendSlot], group: list[BaseException]) -> list[asyncio.Future[Any]]:
-        """Post slots as one linked list, or in parts where the queue has less room; failures are put into `group`.
+    def post_list(
+        self, slots: Sequence[SendSlot | RunSlot], group: list[BaseException]
+    ) -> asyncio.Future[Any]:
+        """Post slots as one linked list, in parts where the queue has less room; failures are put into `group`.
 
         Only the last of each part is signalled. A slot that has a future of its own already keeps it.
 
         Returns:
-            The futures to wait for: one a part.
+            The future of the last one: when it is done, all are.
         """
         if self.refusal is not None:
             raise self.unusable()
+        if self._collected is not None:
+            self._post_collected()
+        room = 0 if self._waiting else self._credits
+        ready = 0
         for slot in slots:
             slot.send_flags &= ~_SIGNALED
             slot.group = group
-        futures = []
-        start = 0
-        part = self.max_send_wr
-        room = 0 if self._waiting else self._credits
-        while start < len(slots):
-            end = start + (room if room and not start else part)
-            last = slots[min(end, len(slots)) - 1]
-            last.send_flags |= _SIGNALED
-            if last.future is None:
-                last.future = self._create_future()
-            futures.append(last.future)
-            if room and not start:
-                self._post_now(slots[:end])
+            room -= slot.count
+            ready += room >= 0
+        last = slots[-1]
+        last.send_flags |= _SIGNALED
+        future = last.future = last.future or self._create_future()
+        if ready:
+            slots[ready - 1].send_flags |= _SIGNALED
+            self._post_now(slots[:ready])
+        for slot in slots[ready:]:
+            if self.failure is None:
+                self._enqueue(slot)
             else:
-                for slot in slots[start:end]:
-                    self._enqueue(slot)
-            start = end
-        return futures
+                self._settle(slot, self._flushed_error(slot))
+        return future
 
-    def _post_now(self, slots: Sequence[SendSlot]) -> None:
-        """Post slots for which there are credits, in one call."""
-        self._credits -= len(slots)
+    def _post_now(self, slots: Sequence[SendSlot | RunSlot]) -> None:
+        """Post slots for which there are credits: the runs one by one, what is between them as one list."""
         wr_id = self._next_id
         for slot in slots:
-            wr_id += 2
+            wr_id += 2 * slot.count
             slot.wr_id = wr_id
+            self._credits -= slot.count
         self._next_id = wr_id
         self._ledger.extend(slots)
+        start = 0
+        ready = False
         try:
-            if self._post_send(slots):
-                self.cq.posted()
+            while start < len(slots):
+                slot = slots[start]
+                if isinstance(slot, RunSlot):
+                    ready |= self.driver.post_run(slot)
+                    start += 1
+                else:
+                    part = [single for single in takewhile(_is_single, slots[start:])]
+                    ready |= self._post_send(part)
+                    start += len(part)
         except OSError as error:
-            self._post_failed(slots, error)
+            self._post_failed(slots[start:], error)
+        if ready:
+            self.cq.posted()
 
-    def _enqueue(self, slot: SendSlot) -> None:
-        slot.nbytes = len(slot.inline_data) if slot.inline_data else sum([sge.length for sge in slot.sg_list])
+    def _enqueue(self, slot: SendSlot | RunSlot) -> None:
+        if isinstance(slot, RunSlot):
+            slot.nbytes = slot.count * slot.size
+        elif slot.inline_data is not None:
+            slot.nbytes = len(slot.inline_data)
+        else:
+            slot.nbytes = sum([sge.length for sge in slot.sg_list])
         self._waiting_bytes += slot.nbytes
         self._waiting.append(slot)
         self.attention = True
@@ -239,19 +324,20 @@ class QueuePair:
     def pump(self) -> None:
         """Post what waits, as far as there is room; called after completions were handed out."""
         waiting = self._waiting
-        while waiting and self._credits:
-            ready: list[SendSlot] = []
-            while waiting and len(ready) < self._credits:
-                slot = waiting.popleft()
-                self._waiting_bytes -= slot.nbytes
-                if slot.future is not None and slot.future.cancelled() and slot.group is None:
-                    self._recycle(slot)  # withdrawn: it was never posted
-                else:
-                    ready.append(slot)
-            if ready:
-                # The last one in the queue is never left unsignalled: it may be the middle of a batch.
-                ready[-1].send_flags |= _SIGNALED
-                self._post_now(ready)
+        ready: list[SendSlot | RunSlot] = []
+        room = self._credits
+        while waiting and room >= waiting[0].count:
+            slot = waiting.popleft()
+            self._waiting_bytes -= slot.nbytes
+            if slot.group is None and slot.future is not None and slot.future.cancelled():
+                self._recycle(slot)  # withdrawn: it was never posted
+            else:
+                room -= slot.count
+                ready.append(slot)
+        if ready:
+            # The last one in the queue is never left unsignalled: it may be the middle of a batch.
+            ready[-1].send_flags |= _SIGNALED
+            self._post_now(ready)
         if self._drainers and self._below_low():
             self._wake_drainers()
         watchers, self._watchers = self._watchers, []
@@ -259,18 +345,17 @@ class QueuePair:
             watcher()
         self.attention = bool(self._waiting or self._drainers or self._watchers)
 
-    def _post_failed(self, slots: Sequence[SendSlot], error: OSError) -> None:
+    def _post_failed(self, slots: Sequence[SendSlot | RunSlot], error: OSError) -> None:
         """The device refused a post, or the rest of a list: nothing leaks, and each request gets the reason."""
         posted = error.posted if isinstance(error, PostError) else 0
         for slot in reversed(slots[posted:]):
             assert self._ledger[-1] is slot
             self._ledger.pop()
-            self._credits += 1
+            self._credits += slot.count
         for slot in slots[posted:]:
             self._settle(slot, error)
-        if posted and not self._ledger[-1].send_flags & _SIGNALED:
+        if self._ledger and not self._ledger[-1].send_flags & _SIGNALED:
             # Unsignalled ones in flight have nothing behind them that would retire them.
-            self._ledger[-1].future = None
             self.post_send(Opcode.RDMA_WRITE, ())
 
     def post_recv(self, sg_list: Sequence[SGE]) -> asyncio.Future[Completion]:
@@ -316,9 +401,13 @@ class QueuePair:
             self._received(slot, completion)
             return
         ledger = self._ledger
-        while (done := ledger.popleft()).wr_id != wr_id:
-            self._credits += 1
+        while (done := ledger.popleft()).wr_id < wr_id:
+            self._credits += done.count
             self._settle(done, None)
+        self._fresh = True
+        if isinstance(done, RunSlot):
+            self._run_completed(done, completion)
+            return
         self._credits += 1
         if status:
             self._settle(done, self._failed(completion, Opcode(done.opcode)))
@@ -332,25 +421,60 @@ class QueuePair:
         done.sg_list = ()
         self._free.append(done)
 
-    def _settle(self, slot: SendSlot, error: BaseException | None) -> None:
+    def _run_completed(self, run: RunSlot, completion: Completion) -> None:
+        """Retire a run, or its requests up to the one that failed."""
+        if not completion[1]:
+            self._credits += run.count - run.retired
+            self._settle(run, None)
+            return
+        index = run.count - 1 - (run.wr_id - completion[0]) // 2
+        self._credits += index + 1 - run.retired
+        for future in run.futures[run.retired : index]:
+            if not future.done():
+                future.set_result(None)
+        error = self._failed(completion, Opcode(run.opcode))
+        future = run.futures[index] if run.futures else run.future if index == run.count - 1 else None
+        if run.group is not None:
+            run.group.append(error)
+        _reject(future, error, quiet=run.group is not None)
+        run.retired = index + 1
+        if run.retired < run.count:
+            self._ledger.appendleft(run)  # those behind it complete by themselves
+        else:
+            self._recycle(run)
+
+    def _settle(self, slot: SendSlot | RunSlot, error: BaseException | None) -> None:
         """Give a request's outcome to whoever waits for it, and let go of its memory."""
-        future = slot.future
         if slot.group is not None and error is not None:
             slot.group.append(error)
-        if future is not None and not future.done():
-            if error is None:
-                future.set_result(None if slot.finish is None else slot.finish())
-            else:
-                future.set_exception(error)
-                if slot.group is not None or isinstance(error, FlushedError):
-                    # Thousands may be flushed by one broken link: the first failure is the loud one.
-                    future.exception()
+        futures: Iterable[asyncio.Future[Any]] = () if slot.future is None else (slot.future,)
+        finish = None
+        if isinstance(slot, RunSlot):
+            futures = (*slot.futures[slot.retired :], *futures)
+        else:
+            finish = slot.finish
+        for future in futures:
+            if error is not None:
+                _reject(future, error, quiet=slot.group is not None)
+            elif not future.done():
+                future.set_result(None if finish is None else finish())
         self._recycle(slot)
 
-    def _recycle(self, slot: SendSlot) -> None:
-        slot.future = slot.finish = slot.group = slot.inline_data = None
+    def _recycle(self, slot: SendSlot | RunSlot) -> None:
+        slot.future = slot.group = None
         slot.sg_list = ()
-        self._free.append(slot)
+        if isinstance(slot, RunSlot):
+            slot.futures = ()
+        else:
+            slot.finish = slot.inline_data = None
+            self._free.append(slot)
+
+    def _flushed_error(self, slot: SendSlot | RunSlot | RecvSlot) -> FlushedError:
+        """Make the exception of a request that ends without a completion, since the queue pair failed."""
+        opcode = None if isinstance(slot, RecvSlot) else Opcode(slot.opcode)
+        error = FlushedError(WCStatus.WR_FLUSH_ERR, opcode=opcode, qp_num=self.qp_num, peer=self.peer)
+        error.__cause__ = self.failure
+        return error
 
     def _received(self, slot: RecvSlot, completion: Completion) -> None:
         error = self._failed(completion, None) if completion[1] else None
@@ -358,13 +482,10 @@ class QueuePair:
         if future is None:
             if self.on_receive is not None:
                 self.on_receive(slot, completion)
+        elif error is not None:
+            _reject(future, error)
         elif not future.done():
-            if error is None:
-                future.set_result(completion)
-            else:
-                future.set_exception(error)
-                if isinstance(error, FlushedError):
-                    future.exception()
+            future.set_result(completion)
 
     def _failed(self, completion: Completion, opcode: Opcode | None) -> CompletionError:
         """Make the exception of an unsuccessful completion; the first one ends the queue pair."""
@@ -411,9 +532,7 @@ class QueuePair:
         waiting, self._waiting = self._waiting, deque()
         self._waiting_bytes = 0
         for slot in waiting:
-            error = FlushedError(WCStatus.WR_FLUSH_ERR, opcode=Opcode(slot.opcode), qp_num=self.qp_num, peer=self.peer)
-            error.__cause__ = failure
-            self._settle(slot, error)
+            self._settle(slot, self._flushed_error(slot))
         self._wake_drainers()
         if self.on_failure is not None:
             self.on_failure(failure)
@@ -425,11 +544,15 @@ class QueuePair:
     @property
     def in_flight(self) -> int:
         """Send requests posted or waiting that have not completed."""
+        if self._collected is not None:
+            self._post_collected()
         return len(self._ledger) + len(self._waiting)
 
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: everything posted completes, flushed. Idempotent."""
         if not self.closed:
+            if self._collected is not None:
+                self._post_collected()
             self.driver.to_error()
             # The flush is there at once on the devices that do it in the call; the rest comes by the channel.
             self.cq.poll()
@@ -459,9 +582,11 @@ class QueuePair:
     async def idle(self, memory: SGE) -> None:
         """Wait until no posted request names any of `memory`."""
         start, end = memory.addr, memory.addr + memory.length
+        if self._collected is not None:
+            self._post_collected()
 
         def named() -> bool:
-            queues: Iterable[Iterable[SendSlot | RecvSlot]] = (
+            queues: Iterable[Iterable[SendSlot | RunSlot | RecvSlot]] = (
                 self._ledger, self._recv_ledger,
                 [slot for slot in self._waiting if slot.future is None or not slot.future.cancelled()],
             )  # fmt: skip
@@ -480,26 +605,20 @@ class QueuePair:
         if self.closed:
             return
         self.fail(ClosedError("the queue pair is closed"))
-        self.driver.to_error()
-        self.cq.poll()
+        self.to_error()
         self.closed = True
         self.cq.qps.pop(self.qp_num, None)
         self.cq.release(self._entries)
         self.driver.close()
-        for slot in (*self._ledger, *self._recv_ledger):
-            self._flush_slot(slot)
+        for slot in self._ledger:
+            self._settle(slot, self._flushed_error(slot))
+        for receive in self._recv_ledger:
+            _reject(receive.future, self._flushed_error(receive))
         self._ledger.clear()
         self._recv_ledger.clear()
-        for watcher in self._watchers:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
             watcher()
-        self._watchers.clear()
-
-    def _flush_slot(self, slot: SendSlot | RecvSlot) -> None:
-        error = FlushedError(WCStatus.WR_FLUSH_ERR, qp_num=self.qp_num, peer=self.peer)
-        error.__cause__ = self.failure
-        if slot.future is not None and not slot.future.done():
-            slot.future.set_exception(error)
-            slot.future.exception()
 
     # -- flow control -----------------------------------------------------------------------------------------------
 
@@ -555,3 +674,42 @@ class QueuePair:
 
     def __repr__(self) -> str:
         return f"<QueuePair {self.qp_num} {self.state.name} in flight {self.in_flight}>"
+
+
+class _Collected:
+    """READs of one turn that are alike, on the way to a run."""
+
+    __slots__ = ("futures", "lkey", "local_addrs", "memory", "remote_addrs", "rkey", "size")
+
+    def __init__(self, size: int, lkey: int, rkey: int) -> None:
+        self.size = size
+        self.lkey = lkey
+        self.rkey = rkey
+        self.memory: list[SGE] = []
+        self.local_addrs: list[int] = []
+        self.remote_addrs: list[int] = []
+        self.futures: list[asyncio.Future[Any]] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.futures) >= RUN_LENGTH
+
+    def add(self, memory: SGE, remote_addr: int, future: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        self.memory.append(memory)
+        self.local_addrs.append(memory.addr)
+        self.remote_addrs.append(remote_addr)
+        self.futures.append(future)
+        return future
+
+
+def _is_single(slot: SendSlot | RunSlot) -> bool:
+    return not isinstance(slot, RunSlot)
+
+
+def _reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: bool = False) -> None:
+    """Set a future's exception. A flush is marked as retrieved: one broken link may flush thousands, and the first
+    failure is the loud one; so is one that is reported otherwise."""
+    if future is not None and not future.done():
+        future.set_exception(error)
+        if quiet or isinstance(error, FlushedError):
+            future.exception()

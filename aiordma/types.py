@@ -21,6 +21,7 @@ __all__ = [
     "PortAttr",
     "RecvWR",
     "RemoteRegion",
+    "RunWR",
     "SendWR",
     "SocketAddress",
 ]
@@ -118,6 +119,46 @@ class SendWR:
 
     def __repr__(self) -> str:
         return f"<SendWR {self.wr_id} {Opcode(self.opcode).name} {list(self.sg_list)}>"
+
+
+class RunWR(SendWR):
+    """A run: READs or WRITEs of one size under one local and one remote key, posted as one.
+
+    It stands for `count` work requests that complete as such. Their wr_id go up by two; `wr_id` is the last one's, as
+    are the send flags: the ones before are unsignalled.
+
+    Attributes:
+        count: so many.
+        size: bytes of each.
+        lkey: local key of all.
+        local_addrs: where the local pieces are.
+        remote_addrs: where the peer's are.
+    """
+
+    __slots__ = ("count", "lkey", "local_addrs", "remote_addrs", "size")
+
+    def __init__(
+        self, opcode: Opcode, size: int, lkey: int, rkey: int, local_addrs: Sequence[int], remote_addrs: Sequence[int]
+    ) -> None:
+        super().__init__(opcode, rkey=rkey)
+        self.size = size
+        self.lkey = lkey
+        self.local_addrs = local_addrs
+        self.remote_addrs = remote_addrs
+        self.count = len(local_addrs)
+
+    def expand(self, start: int = 0) -> list[SendWR]:
+        """Give the work requests it stands for, from number `start` on."""
+        first = self.wr_id - 2 * (self.count - 1)
+        requests = [
+            SendWR(
+                self.opcode, (SGE(self.local_addrs[index], self.size, self.lkey),), wr_id=first + 2 * index,
+                remote_addr=self.remote_addrs[index], rkey=self.rkey, send_flags=0,
+            )
+            for index in range(start, self.count)
+        ]  # fmt: skip
+        requests[-1].send_flags = self.send_flags
+        return requests
 
 
 class RecvWR:

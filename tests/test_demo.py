@@ -102,7 +102,7 @@ def test_json() -> None:
 
 
 def test_other_sizes() -> None:
-    """READ, WRITE and SEND take the size, beside an echo of it; the atomic is of 8 bytes, and so is its echo."""
+    """READ, WRITE and SEND take the size, beside an echo of it; the atomic and its echo are of 8 bytes."""
     results = json.loads(run("--seconds", "0.2", "--size", "100000", "--json"))["results"]
     assert {(result["name"], result["theirs"]["name"]) for result in results} == {
         ("READ 100,000 B", "TCP echo 100,000 B"),

@@ -1,7 +1,7 @@
 """The Python in README.md and docs/, run and type-checked.
 
-A block is a whole program, unless a comment before it says otherwise: a `fragment` is the inside of a coroutine that
-has the names the guide introduces, a `sketch` is only compiled.
+A block is a whole program, unless a comment before it says otherwise: a `fragment` is the inside of a
+coroutine that has the names the guide introduces, a `sketch` is only compiled.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Block:
 
 
 def find() -> Iterator[Block]:
+    """Find the blocks of all pages."""
     for page in PAGES:
         text = page.read_text()
         for found in BLOCK.finditer(text):
@@ -70,6 +71,7 @@ FRAGMENTS = [block for block in BLOCKS if block.kind == "fragment"]
 
 
 def name(block: Block) -> str:
+    """Name a block in a test's id."""
     return block.name
 
 
@@ -109,9 +111,7 @@ async def test_fragment(block: Block) -> None:
     async with aiordma.serve(receive, "127.0.0.1") as server, connected_pair() as pair:
         access = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
         async with pair.server.pd.alloc(64 * 1024, access=access) as region:
-            await namespace["fragment"](
-                pair.client, pair.server, region, region.remote(), server.port
-            )
+            await namespace["fragment"](pair.client, pair.server, region, region.remote(), server.port)
 
 
 def test_all_compile() -> None:
@@ -146,12 +146,16 @@ def test_links(page: Path) -> None:
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }
 
 
 def test_status_table() -> None:
     """docs/errors.md has each unsuccessful status, with its exception and its hint."""
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
+    )
     assert rows == [(status.name, row.error.__name__, row.hint) for status, row in STATUS_TABLE.items()]
 
 

@@ -326,9 +326,10 @@ class _Demo:
             aiordma.connect(HOST, port, device="soft", param=_param(self._size)) as conn,
         ):
             if not self.proven:
+                (device,) = [device for device in aiordma.devices() if device.name == conn.device]
                 self.say(
                     f"A server (process {self.pids[0]}) and this client (process {os.getpid()}), "
-                    f"on device {conn.device}: {conn.capabilities.transport} in software, over TCP.\n"
+                    f"on device {device.name}: {device.transport}.\n"
                 )
                 async for step, claim in _tour(conn, port):
                     self.proven[step] = claim
@@ -446,14 +447,14 @@ def command(*, seconds: float, size: int, as_json: bool) -> None:
         click.echo(json.dumps(_as_dict(demo, size, results), indent=2))
         return
     console.print(_table(size, results))
-    where = (
-        "the server on core {}, the client on core {}".format(*demo.placement)
-        if demo.placement
-        else "on one core"
-    )
     demo.say(
-        f"x TCP: median against an asyncio TCP echo (streams), in turn with it, on the same loops; {where}."
+        "x TCP: the median over that of a TCP echo (asyncio streams) on the same loop; below 1 is faster."
     )
+    if demo.placement:
+        server_cpu, client_cpu = demo.placement
+        demo.say(
+            f"Measured in turns, with the servers on core {server_cpu} and the clients on core {client_cpu}."
+        )
     if results["uvloop"] is None:
         demo.say("uvloop isn't installed: pip install 'aiordma[uvloop]'")
 

@@ -253,6 +253,30 @@ async def test_reply_then_gone(leave: Callable[[RawPeer], None]) -> None:
             await conn.read(_REMOTE[:8])
 
 
+async def test_data_and_reset_at_once() -> None:
+    """The last data and a reset that come together: the data is received, then the end is noticed, on every loop."""
+    async with _connected() as (conn, peer):
+        for _ in range(3):  # let the loop wait for the socket
+            await asyncio.sleep(0.01)
+        peer.sock.send(raw_peer.send(1, b"last"))
+        peer.reset()
+        assert await conn.recv() == b"last"
+        with pytest.raises(BrokenError) as caught:
+            await conn.recv()
+        assert not caught.value.orderly
+
+
+async def test_ends_between_two_segments() -> None:
+    """A stream that ends behind a segment that isn't its message's last doesn't end in order."""
+    for part in (raw_peer.send(1, b"half", last=False), raw_peer.tagged(raw_peer.WRITE, 0, 0, b"", last=False)):
+        async with _connected() as (conn, peer):
+            await peer.send(part)
+            peer.close()
+            with pytest.raises(BrokenError) as caught:
+                await conn.recv()
+            assert caught.value.orderly == (b"half" not in part)
+
+
 async def test_ends_in_the_middle_of_a_response() -> None:
     """A stream that ends within a READ's response: the READ ends as flushed, and the end isn't called orderly."""
     async with _connected() as (conn, peer):

@@ -295,12 +295,16 @@ def encode_terminate(error: ProtocolError, offender: bytes) -> bytes:
     return header + payload + trailer(length)
 
 
-def decode_terminate(payload: bytes) -> Terminate:
+def decode_terminate(payload: bytes, *, first: bool = False) -> Terminate:
     """Decode a Terminate's payload, in the RFC's encoding or in siw's.
 
     siw packs its bit fields in host order: on little-endian hosts the nibbles of byte 0 are swapped and the three
-    flags lie in bits 0 to 2 of byte 2 (seen on the wire). With no flag set the two can't be told apart where the
-    nibbles differ; the RFC's reading is taken then, unless only the swapped one has a meaning.
+    flags lie in bits 0 to 2 of byte 2 (seen on the wire). With no flag set the two can't be told apart; the RFC's
+    reading is taken then, unless only the swapped one has a meaning.
+
+    Args:
+        payload: of the message.
+        first: it is the first FPDU of an initiator, the only one that can say what is wrong with our Reply.
 
     Raises:
         ProtocolError: fewer than four bytes.
@@ -309,13 +313,12 @@ def decode_terminate(payload: bytes) -> Terminate:
         raise fault(DDP_UNTAGGED, 5)
     head, code, flags = _TERMINATE_HEAD.unpack_from(payload)
     layer, etype = head >> 4, head & 0xF
+    with_header, with_request = flags & _D, flags & _R
     if flags & 0x07 and not flags & 0xE0:
         layer, etype = etype, layer
         with_header, with_request = flags & 2, flags & 4
-    else:
-        with_header, with_request = flags & _D, flags & _R
-        if not flags and (layer, etype) not in _LAYER_NAMES and (etype, layer) in _LAYER_NAMES:
-            layer, etype = etype, layer
+    elif not flags and not _meant(layer, etype, code, first) and _meant(etype, layer, code, first):
+        layer, etype = etype, layer
     refused = bool(with_request)
     msn = 0
     if with_header and len(payload) >= 8:
@@ -324,3 +327,9 @@ def decode_terminate(payload: bytes) -> Terminate:
         if refused and len(payload) >= 24:
             msn = int.from_bytes(payload[16:20], "big")
     return Terminate(layer, etype, code, refused, msn)
+
+
+def _meant(layer: int, etype: int, code: int, first: bool) -> bool:
+    """Whether a peer can mean this error."""
+    # 5 to 7 of MPA are about the handshake.
+    return code in _REASONS.get((layer, etype), {}) and (first or layer != 2 or code < 5)

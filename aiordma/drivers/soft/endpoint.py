@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from aiordma.drivers.soft import ddp
+from aiordma.drivers.soft import ddp, runs
 from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_OPERATION, RDMAP_PROTECTION, fault
 from aiordma.drivers.soft.mpa import RTR, TRAILERS, Negotiated, check_crc
 from aiordma.drivers.soft.outbox import Outbox
 from aiordma.drivers.soft.receive_queue import Message, ReceiveQueue, TooLong
-from aiordma.drivers.soft.send_queue import COPY_LIMIT, CompletionSink, SendFault, SendQueue
+from aiordma.drivers.soft.send_queue import COPY_LIMIT, CompletionSink, ReadRun, SendFault, SendQueue
 from aiordma.drivers.soft.stag import LocalFault, Region, StagTable
-from aiordma.enums import AsyncEventType, QPState, WCStatus
+from aiordma.enums import Access, AsyncEventType, QPState, WCStatus
 from aiordma.errors import ProtocolError
-from aiordma.types import RecvWR, SendWR
+from aiordma.types import RecvWR, RunWR, SendWR
 
 _PREFIX: Final = ddp.PREFIX.unpack_from
 _TAGGED: Final = ddp.TAGGED_HEADER.unpack_from
@@ -37,8 +37,9 @@ _RESPONSE_MORE: Final = ddp.TAGGED | ddp.OP_READ_RESPONSE
 _PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
 _READ: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
 
-#: Bytes of an FPDU beyond its ULPDU and pad: the length and the CRC.
-_FRAME: Final = 6
+_REMOTE_READ: Final = int(Access.REMOTE_READ)
+#: Bytes behind a Read Request that make it worth looking for a run.
+_RUN_SIZE: Final = (runs.SHORTEST - 1) * runs.REQUEST_SIZE
 
 
 class Placement:
@@ -96,6 +97,7 @@ class Endpoint:
         self.terminating = False
         self.draining = False
         self._crc = False
+        self._joined = False
         self._payload_limit = 0
         self._small_limit = 0
         self._first = True
@@ -113,15 +115,23 @@ class Endpoint:
 
     # -- from above -------------------------------------------------------------------------------------------------
 
-    def start(self, agreed: Negotiated, *, initiator: bool, mulpdu: int) -> None:
-        """The MPA handshake is done: enter full operation (RFC 5044 section 4, RFC 6581 section 6)."""
+    def start(self, agreed: Negotiated, *, initiator: bool, mulpdu: int, joined: bool = False) -> None:
+        """The MPA handshake is done: enter full operation (RFC 5044 section 4, RFC 6581 section 6).
+
+        Args:
+            agreed: what the handshake settled.
+            initiator: this side sent the Request.
+            mulpdu: the largest ULPDU towards this peer.
+            joined: FPDUs leave as they are made, several in one buffer: no CRC, no markers, no record boundaries.
+        """
+        self._joined = joined
         self._crc = agreed.crc
         self._payload_limit = mulpdu - ddp.TAGGED_ULPDU & ~3
         self._small_limit = min(COPY_LIMIT, self._payload_limit)
         self._responder_resources = agreed.ird
         self.state = QPState.RTS
         queue = self.send_queue
-        queue.start(agreed.ord, mulpdu)
+        queue.start(agreed.ord, mulpdu, joined=joined)
         if initiator:
             if agreed.rtr & RTR.WRITE:
                 queue.send_rtr_write()
@@ -145,7 +155,16 @@ class Endpoint:
             queue.post(wrs)
         except SendFault as error:
             self._fail(error)
-            queue.post_flushed(wrs[wrs.index(error.wr) + 1 :])
+
+    def post_run(self, run: RunWR) -> None:
+        """Execute a run of work requests."""
+        if self.state is _ERR:
+            self.send_queue.post_flushed(run.expand())
+            return
+        try:
+            self.send_queue.post_run(run)
+        except SendFault as error:
+            self._fail(error)
 
     def post_recv(self, wrs: Sequence[RecvWR]) -> None:
         """Post receives in order."""
@@ -166,7 +185,6 @@ class Endpoint:
 
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: flush."""
-        self.draining = False
         self._flush(None, 0, 0)
 
     # -- from the peer ----------------------------------------------------------------------------------------------
@@ -187,9 +205,16 @@ class Endpoint:
                 if self._crc:
                     check_crc(buf[pos:after], after - pos - 4)
                 if control == _READ:
-                    self._read_request(buf, pos, length)
+                    if self._joined and end - after >= _RUN_SIZE and (count := self._read_run(buf, pos, end)):
+                        after = pos + count * runs.REQUEST_SIZE
+                    else:
+                        self._read_request(buf, pos, length)
                 elif control == _RESPONSE_LAST or control == _WRITE_LAST:
-                    self._tagged_whole(buf, pos, control, stag, to, length - 14)
+                    outstanding = self.send_queue.outstanding
+                    if control == _RESPONSE_LAST and outstanding and type(outstanding[0]) is ReadRun:
+                        after = self._response_run(outstanding[0], buf, pos, end)
+                    else:
+                        self._tagged_whole(buf, pos, control, stag, to, length - 14)
                 else:
                     self._other(buf, pos, length, control)
                 pos = after
@@ -271,6 +296,13 @@ class Endpoint:
         self.send_queue.flush(None, 0, 0)
         self.outbox.cut(0)
 
+    @property
+    def in_message(self) -> bool:
+        """Whether the last segment that came wasn't the last of its message."""
+        return bool(
+            self.placement is not None or self._written or self._response_got or self.receive_queue.current is not None
+        )
+
     def fill(self) -> None:
         """Make FPDUs of the messages that wait in the outbox."""
         try:
@@ -292,6 +324,8 @@ class Endpoint:
         if self._crc or here >= length + 2:
             return 0
         if control & 0x8000:
+            if length < COPY_LIMIT:
+                return 0  # so little isn't worth it, and may belong to a run
             size = length - ddp.TAGGED_ULPDU
             _, _, stag, to = _TAGGED(buf, pos)
             views = list(self._tagged(control, stag, to, size))
@@ -319,6 +353,20 @@ class Endpoint:
 
     # -- tagged: Write and Read Response ----------------------------------------------------------------------------
 
+    def _response_run(self, run: ReadRun, buf: memoryview, pos: int, end: int) -> int:
+        """Place responses of a run, as many as are whole; gives the position behind them."""
+        wr = run.wr
+        step = runs.response_size(wr.size)
+        sinks = wr.local_addrs[run.start : run.start + min((end - pos) // step, runs.LONGEST)]
+        payloads = runs.decode_responses(buf, pos, wr.lkey, sinks, wr.size) if sinks else ()
+        if not payloads:
+            # Not what is expected: let it be judged as the response to a single READ.
+            self.send_queue.unroll()
+            return pos
+        run.place(payloads)
+        self.send_queue.responded_run(run, len(payloads))
+        return pos + step * len(payloads)
+
     def _tagged_whole(self, buf: memoryview, pos: int, control: int, stag: int, to: int, size: int) -> None:
         """Process a tagged FPDU that is all here."""
         start = pos + 16
@@ -343,9 +391,12 @@ class Endpoint:
             # Only DDP's reserved bits are left to differ; they are ignored on receipt.
             return self._tagged(control & 0xC3CF, stag, to, size)
         outstanding = self.send_queue.outstanding
-        if not outstanding or outstanding[0][5]:
+        if outstanding and isinstance(outstanding[0], ReadRun):
+            self.send_queue.unroll()
+            outstanding = self.send_queue.outstanding
+        if not outstanding or outstanding[0][5]:  # type: ignore[index]
             raise fault(RDMAP_OPERATION, 6)
-        _, views, read_stag, read_to, total, _ = outstanding[0]
+        _, views, read_stag, read_to, total, _ = outstanding[0]  # type: ignore[misc]
         got = self._response_got
         if size or got:
             if stag != read_stag:
@@ -396,6 +447,35 @@ class Endpoint:
             outbox.put(_PACK_TAGGED(14, _RESPONSE_LAST, sink_stag, sink_to) + TRAILERS[2])
         self._responses.append(outbox.queued)
 
+    def _read_run(self, buf: memoryview, pos: int, end: int) -> int:
+        """Answer many Read Requests at once, if they are alike; gives their number, or 0."""
+        step = runs.REQUEST_SIZE
+        # Size and source STag: without a look at the next one, requests that aren't alike would be taken apart in vain.
+        if buf[pos + 32 : pos + 40] != buf[pos + step + 32 : pos + step + 40]:
+            return 0
+        msn = self._request_msn
+        found = runs.Requests(buf, pos, min((end - pos) // step, runs.LONGEST), msn)
+        count = found.count
+        if count < runs.SHORTEST or not 0 < found.size <= self._small_limit or msn + count > ddp.MASK32:
+            return 0
+        if len(self._responses) + count > self._responder_resources:
+            self._drop_sent_responses()
+            if len(self._responses) + count > self._responder_resources:
+                return 0
+        region = self._stags.find(self._pd, found.stag, found.sources, found.size, _REMOTE_READ)
+        if region is None:
+            return 0
+        outbox = self.outbox
+        outbox.put(found.answer(region.whole, region.addr))
+        self._request_msn = msn + count
+        self._responses.extend((outbox.queued,) * count)
+        return count
+
+    def _drop_sent_responses(self) -> None:
+        """Forget the numbers of responses that left: done seldom, and many at once."""
+        sent = self.outbox.sent
+        self._responses = [number for number in self._responses if number > sent]
+
     def _check_request(self, qn: int, msn: int, mo: int) -> None:
         """Check queue, sequence and count of a Read or Atomic Request."""
         if qn != ddp.QN_REQUEST:
@@ -404,11 +484,8 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 3)
         if mo:
             raise fault(DDP_UNTAGGED, 4)
-        responses = self._responses
-        if len(responses) >= self._responder_resources:
-            # Numbers of responses are only dropped here: seldom, and many at once.
-            sent = self.outbox.sent
-            self._responses = [number for number in responses if number > sent]
+        if len(self._responses) >= self._responder_resources:
+            self._drop_sent_responses()
             if len(self._responses) >= self._responder_resources:
                 raise fault(DDP_UNTAGGED, 2)
 
@@ -424,7 +501,7 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 4)
         if opcode in (ddp.OP_SEND, ddp.OP_SEND_SE, ddp.OP_SEND_INV, ddp.OP_SEND_SE_INV):
             if self._send_rtr_expected and length == ddp.UNTAGGED_ULPDU and control & ddp.LAST:
-                self._recv_msn += 1  # the ready-to-receive message: nothing to deliver
+                self._send_rtr(buf, pos)
                 return
             message = self._send_segment(buf, pos, control)
             self.receive_queue.store(message, buf[pos + 20 : pos + 2 + length])
@@ -442,6 +519,13 @@ class Endpoint:
             if not control & ddp.LAST:
                 raise fault(DDP_UNTAGGED, 4)
             self._read_request(buf, pos, length)
+
+    def _send_rtr(self, buf: memoryview, pos: int) -> None:
+        """Take the ready-to-receive message: a Send with nothing to deliver."""
+        _, _, _, qn, msn, mo = _UNTAGGED(buf, pos)
+        if qn != ddp.QN_SEND or msn != self._recv_msn or mo:
+            raise fault(DDP_UNTAGGED, 1 if qn != ddp.QN_SEND else 4 if mo else 3)
+        self._recv_msn += 1
 
     def _send_segment(self, buf: memoryview, pos: int, control: int) -> Message:
         """Check a header of queue 0, and give the message it belongs to."""
@@ -505,7 +589,7 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 4 if mo else 3)
         self._atomic_msn = msn + 1 & ddp.MASK32
         outstanding = self.send_queue.outstanding
-        if not outstanding or not outstanding[0][5] or outstanding[0][2] != request:
+        if not outstanding or isinstance(outstanding[0], ReadRun) or not outstanding[0][5] or outstanding[0][2] != request:
             raise fault(RDMAP_OPERATION, 6)
         # Verbs deliver the old value in the host's byte order.
         ddp.NATIVE_U64.pack_into(outstanding[0][1][0], 0, old)
@@ -524,7 +608,7 @@ class Endpoint:
         _, _, _, qn, _, _ = _UNTAGGED(buf, pos)
         if qn != ddp.QN_TERMINATE:
             raise fault(DDP_UNTAGGED, 1)
-        message = ddp.decode_terminate(bytes(buf[pos + 20 : pos + 2 + length]))
+        message = ddp.decode_terminate(bytes(buf[pos + 20 : pos + 2 + length]), first=self._first)
         self.refused = f"the peer's device ended the connection: {ddp.describe(*message[:3])}"
         failed = self.send_queue.requested(message.msn) if message.refused_request else None
         status = WCStatus.REM_OP_ERR
@@ -545,8 +629,8 @@ class Endpoint:
         self._report(kind, self.refused)
 
     def _fail(self, error: SendFault) -> None:
-        """A request of our own can't be executed: it fails, the rest flushes."""
-        self._flush(error.wr, error.status, 0)
+        """A request of our own can't be executed: it fails, the rest flushes. What completed before still leaves."""
+        self._flush(error.wr, error.status, 0, keep=self.send_queue.stable_output)
         self.refused = f"a request of this side failed: {error.status.name}"
 
     def _fail_recv(self, status: WCStatus, error: ProtocolError | None = None, offender: bytes = b"") -> None:
@@ -555,12 +639,13 @@ class Endpoint:
         if error is not None:
             self._terminate(error, offender)
         else:
-            self._flush(None, 0, 0)
+            self._flush(None, 0, 0, keep=self.send_queue.stable_output)
         self.refused = f"a receive of this side failed: {status.name}"
 
     def _flush(self, failed: SendWR | None, status: int, vendor_err: int, *, keep: int = 0) -> None:
         """Enter IBV_QPS_ERR. Of the FPDUs that haven't left, those up to number `keep` still may."""
         self.state = QPState.ERR
+        self.draining = False
         self.placement = None
         self.send_queue.flush(failed, status, vendor_err)
         self.receive_queue.flush(0)

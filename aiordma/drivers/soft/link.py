@@ -23,6 +23,8 @@ _LOOKAHEAD: Final = 2048
 LINGER: Final = 5.0
 #: Seconds between looks at a socket that may not be read because too many messages wait.
 _PEEK_INTERVAL: Final = 0.25
+#: Seconds from the first data after such a look to the next one, on loops that report a socket's error only once.
+_CHECK_INTERVAL: Final = 0.25
 _TCP_ESTABLISHED: Final = 1
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
@@ -68,6 +70,7 @@ class Link:
         self._shut = False
         self._fin = False
         self._timer: asyncio.TimerHandle | None = None
+        self._unchecked = not isinstance(loop, asyncio.SelectorEventLoop)
         self.error: OSError | None = None
 
     def start(self, initiator: bool, agreed: Negotiated, leftover: bytes) -> None:
@@ -78,7 +81,7 @@ class Link:
             # An FPDU of a peer that isn't known to be ours must fit a segment (RFC 5044 section 4.1).
             mss = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             limit = min(OUR_MULPDU, mulpdu(mss, agreed.send_markers))
-        self._endpoint.start(agreed, initiator=initiator, mulpdu=limit)
+        self._endpoint.start(agreed, initiator=initiator, mulpdu=limit, joined=self._plain)
         self._resume()
         if leftover:
             staging = self._staging
@@ -115,7 +118,7 @@ class Link:
             self._lost(f"the connection broke: {error.strerror}")
             return
         if not count:
-            whole = not self._carry and not self._skip and placement is None
+            whole = not self._carry and not self._skip and not endpoint.in_message
             if whole:
                 self._lost("the peer closed the connection", orderly=True)
             else:
@@ -125,6 +128,20 @@ class Link:
         if self._outbox.sent < self._outbox.queued:
             self.flush()
         self._on_progress()
+        if self._unchecked:
+            self._unchecked = False
+            self._loop.call_later(_CHECK_INTERVAL, self._check)
+
+    def _check(self) -> None:
+        """Look once more after data came: uvloop reports an error once, and the reader may have seen only the data.
+
+        libuv stops polling a socket at POLLERR. If the peer's reset is there in the same round as its last data, the
+        reader is called for both together and never again.
+        """
+        if self._sock is not None:
+            self._unchecked = True
+            if self._reading:
+                self._readable()
 
     def _placed(self, count: int) -> tuple[int, int]:
         """Note what went to the placement; gives the range of the staging buffer that holds what follows it."""
@@ -150,7 +167,10 @@ class Link:
             done = endpoint.receive(staging, end)
         self._carry = bytes(staging[done:end]) if done < end else b""
         if endpoint.receive_queue.kept_bytes > endpoint.receive_queue.bound and self._reading:
-            self._pause()
+            if self._fin:
+                endpoint.to_error()  # closing: nobody will receive them, and the peer's end must be seen
+            else:
+                self._pause()
         if endpoint.refused:
             self.shutdown()
 
@@ -211,7 +231,7 @@ class Link:
             while outbox.sent < outbox.queued and not self._writing:
                 self._endpoint.fill()
                 if not (self._send_gathered(sock) if self._gather else self._send_records(sock)):
-                    self._writing = True
+                    self._writing = self._outbox.blocked = True
                     self._loop.add_writer(self._fd, self._writable)
             if self._shut and not self._writing:
                 self._shut_down()
@@ -238,7 +258,7 @@ class Link:
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._fd)
-        self._writing = False
+        self._writing = self._outbox.blocked = False
         self.flush()
         self._on_progress()
 

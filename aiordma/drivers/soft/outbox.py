@@ -28,11 +28,12 @@ class Outbox:
         made: FPDUs as gather lists.
         queued: number of the last FPDU put in.
         sent: number of the last FPDU that left.
+        blocked: the socket takes no more for now.
         partial: of the first one in `made`, the front left already.
         framed: so many of the first ones in `made` have their CRC and markers.
     """
 
-    __slots__ = ("_messages", "framed", "made", "partial", "queued", "sent", "small")
+    __slots__ = ("_messages", "blocked", "framed", "made", "partial", "queued", "sent", "small")
 
     def __init__(self) -> None:
         self.small: list[bytes] = []
@@ -42,12 +43,13 @@ class Outbox:
         self.sent = 0
         self.partial = False
         self.framed = 0
+        self.blocked = False
 
     def __bool__(self) -> bool:
         return self.sent < self.queued
 
     def put(self, fpdu: bytes) -> None:
-        """Queue one small FPDU."""
+        """Queue one small FPDU, or several that count as one."""
         self.queued += 1
         if self.made or self._messages:
             self._messages.append(iter(((fpdu,),)))

@@ -15,7 +15,7 @@ from aiordma.drivers.soft.link import Link
 from aiordma.drivers.soft.send_queue import CompletionSink
 from aiordma.drivers.soft.stag import Region, StagTable
 from aiordma.enums import AsyncEventType, Opcode, QPState
-from aiordma.types import Buffer, Capabilities, PortAttr, RecvWR, SendWR
+from aiordma.types import Buffer, Capabilities, PortAttr, RecvWR, RunWR, SendWR
 
 NAME: Final = "soft"
 
@@ -150,6 +150,15 @@ class SoftQP:
         self.link.kick()
         return bool(self._send_cq.pending)
 
+    def post_run(self, run: RunWR) -> bool:
+        """Execute a run; True if a completion can be polled."""
+        if self.link is None:
+            raise PostError(errno.EINVAL, "the queue pair isn't connected", posted=0)
+        self.endpoint.post_run(run)
+        # A run is worth a send of its own: the peer works on it while the next one is made.
+        self.link.flush()
+        return bool(self._send_cq.pending)
+
     def _check(self, wrs: Sequence[SendWR]) -> None:
         """Refuse what verbs refuse at the post."""
         if self.link is None:
@@ -183,10 +192,14 @@ class SoftQP:
         """Flush everything posted. A connection with unsent requests is aborted."""
         endpoint = self.endpoint
         unsent = not endpoint.send_queue.idle
-        if endpoint.state is not QPState.ERR or endpoint.draining:
+        draining = endpoint.draining
+        if endpoint.state is not QPState.ERR or draining:
             endpoint.to_error()
-        if self.link is not None and unsent:
-            self.link.abort()
+        if self.link is not None:
+            if unsent:
+                self.link.abort()
+            elif draining:
+                self.link.posted_receives()  # nothing holds the end back any more
         self._context.loop.call_soon(self.progress)
 
     def progress(self) -> None:

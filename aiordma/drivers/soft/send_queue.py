@@ -8,12 +8,12 @@ from itertools import chain
 from typing import Final, TypeAlias
 
 from aiordma.drivers.base import Completion
-from aiordma.drivers.soft import ddp
+from aiordma.drivers.soft import ddp, runs
 from aiordma.drivers.soft.mpa import TRAILERS, trailer
 from aiordma.drivers.soft.outbox import Outbox
-from aiordma.drivers.soft.stag import LocalFault, StagTable
+from aiordma.drivers.soft.stag import LocalFault, Region, StagTable
 from aiordma.enums import Access, Opcode, SendFlags, WCOpcode, WCStatus
-from aiordma.types import SendWR
+from aiordma.types import RunWR, SendWR
 
 #: Payload up to this is copied at the post, so the request completes there and then: a memcpy of 4 KiB (0.1 us)
 #: is cheaper than the bookkeeping of a zero-copy send.
@@ -69,6 +69,33 @@ Outstanding: TypeAlias = tuple[SendWR | None, Sequence[memoryview], int, int, in
 _Execute: TypeAlias = Callable[[SendWR], bool]
 
 
+class ReadRun:
+    """The outstanding READs of a run: those from `start` on."""
+
+    __slots__ = ("base", "memory", "start", "wr")
+
+    def __init__(self, wr: RunWR, region: Region) -> None:
+        self.wr = wr
+        self.memory = region.whole
+        self.base = region.addr
+        self.start = 0
+
+    def place(self, payloads: Sequence[bytes]) -> None:
+        """Put the next payloads where they belong."""
+        size = self.wr.size
+        end = self.start + len(payloads)
+        sinks = self.wr.local_addrs[self.start : end]
+        self.start = end
+        memory, base = self.memory, self.base
+        if isinstance(sinks, range) and sinks.step == size:
+            start = sinks.start - base
+            memory[start : start + size * len(payloads)] = b"".join(payloads)
+        else:
+            for sink, payload in zip(sinks, payloads, strict=True):
+                start = sink - base
+                memory[start : start + size] = payload
+
+
 class SendQueue:
     """Work requests in the order they were posted.
 
@@ -92,7 +119,10 @@ class SendQueue:
         self._posted: deque[SendWR] = deque()
         self._stalled: deque[SendWR] = deque()
         self.leaving: deque[tuple[int, int, SendWR]] = deque()
-        self.outstanding: deque[Outstanding] = deque()
+        self.outstanding: deque[Outstanding | ReadRun] = deque()
+        #: READs in the outstanding runs beyond one each, so that with the deque's length they count to the ORD.
+        self._more = 0
+        self._joined = False
         self.hold = True
         self.initiator_depth = 0
         self._payload_limit = 0
@@ -116,9 +146,10 @@ class SendQueue:
         """Whether nothing is posted that isn't complete."""
         return not self._posted and not self._stalled
 
-    def start(self, initiator_depth: int, mulpdu: int) -> None:
-        """Take the negotiated ORD, and the largest ULPDU towards this peer."""
+    def start(self, initiator_depth: int, mulpdu: int, *, joined: bool) -> None:
+        """Take the negotiated ORD, the largest ULPDU towards this peer, and whether FPDUs may leave joined as they are."""
         self.initiator_depth = initiator_depth
+        self._joined = joined
         # Multiples of 4 need no pad, and a tagged payload in between no realignment.
         self._payload_limit = (mulpdu - ddp.TAGGED_ULPDU) & ~3
         self._untagged_limit = (mulpdu - ddp.UNTAGGED_ULPDU) & ~3
@@ -133,15 +164,33 @@ class SendQueue:
         """Execute requests, or queue them behind what must come first.
 
         Raises:
-            SendFault: the memory of one doesn't fit; those behind it weren't looked at.
+            SendFault: the memory of one doesn't fit; those behind it are queued.
         """
-        for wr in wrs:
+        for index, wr in enumerate(wrs):
             wr.driver_data = False
-            if self._stalled or self.hold or not self._run(wr):
+            if self._stalled or self.hold:
                 self._stalled.append(wr)
+                continue
+            try:
+                if not self._run(wr):
+                    self._stalled.append(wr)
+            except SendFault:
+                self._stalled.extend(wrs[index + 1 :])
+                raise
+
+    def post_run(self, run: RunWR) -> None:
+        """Execute a run, or queue it; as `post` in everything else."""
+        if run.opcode != Opcode.RDMA_READ or not self._joined or not 0 < run.size <= self._small_limit:
+            self.post(run.expand())
+            return
+        run.driver_data = False
+        if self._stalled or self.hold or not self._run(run):
+            self._stalled.append(run)
 
     def _run(self, wr: SendWR) -> bool:
         """Execute; False if it must wait for responses."""
+        if isinstance(wr, RunWR):
+            return self._read_run(wr)
         if wr.send_flags & _FENCE and self.outstanding:
             return False
         try:
@@ -175,7 +224,7 @@ class SendQueue:
             length = ddp.TAGGED_ULPDU + len(data)
             header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
             self._put(b"".join((header, data, TRAILERS[length & 3])))
-            self._finish(wr)
+            self._copied(wr)
             return True
         views, total = self._source(wr)
         self._posted.append(wr)
@@ -183,7 +232,7 @@ class SendQueue:
             length = ddp.TAGGED_ULPDU + total
             header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
             self._put(b"".join((header, *views, TRAILERS[length & 3])))
-            self._finish(wr)
+            self._copied(wr)
         else:
             limit = self._payload_limit
             segments = ddp.tagged_segments(ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, limit)
@@ -220,11 +269,21 @@ class SendQueue:
                 length, ddp.UNTAGGED_LAST | opcode, invalidate, ddp.QN_SEND, msn, 0
             )
             self._put(b"".join((header, *views, TRAILERS[length & 3])))
-            self._finish(wr)
+            self._copied(wr)
         else:
             segments = ddp.untagged_segments(opcode, invalidate, msn, views, total, self._untagged_limit)
             self._send_message(wr, segments, -(-total // self._untagged_limit))
         return True
+
+    def _copied(self, wr: SendWR) -> None:
+        """Complete a request whose payload was copied; behind a full socket, only when it has left.
+
+        So the outbox is bounded by the send queue towards a peer that doesn't read.
+        """
+        if self._outbox.blocked:
+            self.leaving.append((self._outbox.queued, 1, wr))
+        else:
+            self._finish(wr)
 
     def _send_message(self, wr: SendWR, segments: ddp.Segments, count: int) -> None:
         """Send from the request's own memory: it is done when the last segment was handed to TCP."""
@@ -234,7 +293,7 @@ class SendQueue:
 
     def _read(self, wr: SendWR) -> bool:
         outstanding = self.outstanding
-        if len(outstanding) >= self.initiator_depth:
+        if len(outstanding) + self._more >= self.initiator_depth:
             return False
         sg_list = wr.sg_list
         if len(sg_list) == 1:
@@ -253,8 +312,29 @@ class SendQueue:
         self._put(_PACK_READ(46, _READ_CONTROL, 0, 1, msn, 0, stag, to, total, wr.rkey, wr.remote_addr))
         return True
 
+    def _read_run(self, run: RunWR) -> bool:
+        free = self.initiator_depth - len(self.outstanding) - self._more
+        first = self._request_msn + 1
+        region = self._stags.find(self._pd, run.lkey, run.local_addrs, run.size, _LOCAL_WRITE)
+        if region is None or run.count > self.initiator_depth or first + run.count > ddp.MASK32:
+            # One of them fails, or they can't all go at once: in the order of the posts, one by one.
+            requests = run.expand()
+            for wr in requests:
+                wr.driver_data = False
+            self._stalled.extendleft(reversed(requests))
+            self._advance()
+            return True
+        if run.count > free:
+            return False
+        self._posted.append(run)
+        self.outstanding.append(ReadRun(run, region))
+        self._more += run.count - 1
+        self._request_msn += run.count
+        self._put(runs.encode_requests(first, run.lkey, run.local_addrs, run.size, run.rkey, run.remote_addrs))
+        return True
+
     def _atomic(self, wr: SendWR) -> bool:
-        if len(self.outstanding) >= self.initiator_depth:
+        if len(self.outstanding) + self._more >= self.initiator_depth:
             return False
         views = [self._local(self._pd, sge, _LOCAL_WRITE) for sge in wr.sg_list]
         if len(views) != 1 or len(views[0]) != 8:
@@ -312,9 +392,41 @@ class SendQueue:
         while leaving and leaving[0][0] <= sent:
             self._finish(leaving.popleft()[2])
 
+    def responded_run(self, run: ReadRun, count: int) -> None:
+        """The oldest `count` READs of the oldest run have their responses in place."""
+        if run.start < run.wr.count:
+            self._more -= count
+            return
+        self._more -= count - 1
+        self.outstanding.popleft()
+        self._finish(run.wr)
+        if self._stalled:
+            self._advance()
+
+    def unroll(self) -> None:
+        """Replace outstanding runs by the requests that are left of them."""
+        entries, self.outstanding = list(self.outstanding), deque()
+        self._more = 0
+        posted = self._posted
+        for entry in entries:
+            if not isinstance(entry, ReadRun):
+                self.outstanding.append(entry)
+                continue
+            requests = entry.wr.expand(entry.start)
+            place = posted.index(entry.wr)
+            del posted[place]
+            for wr in reversed(requests):
+                wr.driver_data = False
+                posted.insert(place, wr)
+            for wr in requests:
+                sge = wr.sg_list[0]
+                start = sge.addr - entry.base
+                view = entry.memory[start : start + sge.length]
+                self.outstanding.append((wr, (view,), sge.lkey, sge.addr, sge.length, False))
+
     def responded(self) -> None:
         """The oldest READ or atomic has its response in place."""
-        wr = self.outstanding.popleft()[0]
+        wr = self.outstanding.popleft()[0]  # type: ignore[index]  # a run was unrolled before
         if wr is not None:
             self._finish(wr)
         if self._stalled:
@@ -322,11 +434,12 @@ class SendQueue:
 
     def requested(self, msn: int) -> SendWR | None:
         """Give the request that Read or Atomic Request number `msn` was of; the oldest, if the number makes no sense."""
+        self.unroll()
         outstanding = self.outstanding
         if not outstanding:
             return None
         index = msn - (self._request_msn - len(outstanding) + 1) & ddp.MASK32
-        return outstanding[index if index < len(outstanding) else 0][0]
+        return outstanding[index if index < len(outstanding) else 0][0]  # type: ignore[index,no-any-return]
 
     def _finish(self, wr: SendWR) -> None:
         """Note a request as done; completions surface in the order of the posts."""
@@ -357,6 +470,11 @@ class SendQueue:
     def flush(self, failed: SendWR | None, status: int, vendor_err: int) -> None:
         """Complete everything as flushed, but `failed` with `status` (the move to IBV_QPS_ERR)."""
         self.hold = True
+        self.unroll()
+        if any(isinstance(wr, RunWR) for wr in self._stalled):
+            self._stalled = deque(
+                chain.from_iterable(wr.expand() if isinstance(wr, RunWR) else (wr,) for wr in self._stalled)
+            )
         pending = self._sink.pending
         for queue in (self._posted, self._stalled):
             for wr in queue:

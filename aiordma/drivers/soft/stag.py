@@ -7,6 +7,7 @@ bits: a peer that wasn't given a key can't guess one, and a key is as good as ne
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Final
 
 from aiordma.drivers.soft.ddp import (
@@ -33,6 +34,10 @@ _LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
 _REMOTE_WRITE: Final = int(Access.REMOTE_WRITE)
 _REMOTE_READ: Final = int(Access.REMOTE_READ)
 _REMOTE_ATOMIC: Final = int(Access.REMOTE_ATOMIC)
+_REMOTE: Final = _REMOTE_READ | _REMOTE_WRITE | _REMOTE_ATOMIC
+
+#: No memory, but writable: an empty message is placed like any other.
+_NOTHING: Final = memoryview(bytearray())
 
 
 class LocalFault(Exception):  # noqa: N818 - never leaves the driver: it becomes an unsuccessful completion
@@ -51,7 +56,7 @@ class Region:
     def __init__(self, table: StagTable, pd: object, buffer: Buffer, addr: int, length: int, access: int) -> None:
         self.table = table
         self.pd = pd
-        self.whole = memoryview(buffer).cast("B") if length else memoryview(b"")
+        self.whole = memoryview(buffer).cast("B") if length else _NOTHING
         self.addr = addr
         self.length = length
         self.access = access
@@ -93,13 +98,22 @@ class StagTable:
         region = self.regions.get(sge.lkey)
         if region is None or region.pd is not pd or region.access & right != right:
             if not sge.length:
-                return memoryview(b"")
+                return _NOTHING
             raise LocalFault(WCStatus.LOC_PROT_ERR)
         start = sge.addr - region.addr
         end = start + sge.length
         if start < 0 or end > region.length:
             raise LocalFault(WCStatus.LOC_PROT_ERR)
         return region.whole[start:end]
+
+    def find(self, pd: object, stag: int, addrs: Sequence[int], length: int, right: int) -> Region | None:
+        """Give the region that has `length` bytes at each of the addresses, if it has them all and the right."""
+        region = self.regions.get(stag)
+        if region is None or region.pd is not pd or region.access & right != right:
+            return None
+        if min(addrs) < region.addr or max(addrs) + length > region.addr + region.length:
+            return None
+        return region
 
     def write_target(self, pd: object, stag: int, to: int, length: int) -> memoryview:
         """Give the memory of a tagged segment from the peer (RFC 5041 section 7.1)."""
@@ -153,7 +167,8 @@ class StagTable:
     def invalidate(self, pd: object, stag: int) -> None:
         """Execute the invalidate of a delivered Send (RFC 5040 section 5.3)."""
         region = self.regions.get(stag)
-        if region is None or region.pd is not pd:
+        # Memory without remote rights isn't the peer's to revoke, though it may know the key: READs name their sink.
+        if region is None or region.pd is not pd or not region.access & _REMOTE:
             raise fault(RDMAP_PROTECTION, CANNOT_INVALIDATE)
         region.close()
 
