@@ -134,13 +134,18 @@ class Batch:
 
     async def _post(self, slots: list[SendSlot | RunSlot]) -> None:
         failures: list[BaseException] = []
+        shared = slots[-1].future is not None  # an atomic's, which its owner may cancel
         try:
             last = self._qp.post_list(slots, failures)
-        except RDMAError:  # nothing can be posted any more
+        except RDMAError:
             self._drop(slots)
             raise
-        with contextlib.suppress(RDMAError, OSError):  # its outcome is among the failures
-            await last
+        # Its outcome is among the failures: waiting for it must not raise.
+        if shared:
+            await asyncio.wait((last,))
+        else:
+            with contextlib.suppress(RDMAError, OSError):
+                await last
         if failures:
             raise _one(failures)
 

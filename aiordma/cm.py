@@ -55,6 +55,7 @@ class CMID:
     Attributes:
         driver: the driver's identifier.
         on_disconnected: called once when the connection ended, with the reason in words.
+        on_request: takes connection requests, if set before there are any; else `get_request()` gives them.
     """
 
     def __init__(self, state: LoopState, driver: Driver, existing: DriverCMID | None = None) -> None:
@@ -68,6 +69,7 @@ class CMID:
         self._request_waiter: asyncio.Future[None] | None = None
         self._disconnected: asyncio.Future[str] = self._loop.create_future()
         self.on_disconnected: Callable[[str], None] | None = None
+        self.on_request: Callable[[CMEvent], None] | None = None
         self.destroyed = False
         state.handlers[self.driver] = self._on_event
 
@@ -75,7 +77,9 @@ class CMID:
 
     def _on_event(self, event: CMEvent) -> None:
         kind = event.event
-        if kind == CMEventType.CONNECT_REQUEST:
+        if kind == CMEventType.CONNECT_REQUEST and self.on_request is not None:
+            self.on_request(event)
+        elif kind == CMEventType.CONNECT_REQUEST:
             self._requests.append(event)
             if self._request_waiter is not None and not self._request_waiter.done():
                 self._request_waiter.set_result(None)

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from attrs import frozen
@@ -92,7 +92,7 @@ class Context:
         cq.reserve(entries)
         return cq
 
-    async def events(self) -> AsyncIterator[AsyncEvent]:
+    async def events(self) -> AsyncGenerator[AsyncEvent, None]:
         """Iterate over the device's asynchronous events from now on (ibv_get_async_event)."""
         queue: asyncio.Queue[AsyncEvent | None] = asyncio.Queue()
         self._watchers.append(queue)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import warnings
 from collections.abc import Awaitable, Callable
@@ -11,7 +10,7 @@ from typing import Final, Self, TypeAlias
 
 from aiordma.cm import CMID, resolve_host
 from aiordma.connection import Connection, check_private_data
-from aiordma.device import Context, ProtectionDomain, choose_device, driver_of, loop_state
+from aiordma.device import Context, LoopState, ProtectionDomain, choose_device, driver_of, loop_state
 from aiordma.drivers.base import CMEvent
 from aiordma.enums import Access
 from aiordma.errors import ClosedError, DeviceError, RDMAError
@@ -108,11 +107,10 @@ class ConnectRequest:
         self._cm_id.reject(private_data)
         self._drop()
 
-    def abandon(self) -> None:
-        """Drop it without an answer, if it has none: the peer sees the connection close. Idempotent."""
+    async def abandon(self) -> None:
+        """Reject it, if it has no answer yet. Idempotent."""
         if not self._answered:
-            self._answered = True
-            self._drop()
+            await self.reject()
 
     def _check_unanswered(self) -> None:
         if self._answered:
@@ -125,10 +123,13 @@ class ConnectRequest:
         self._regions.clear()
 
     def __del__(self) -> None:
-        if not getattr(self, "_answered", True):
-            warnings.warn(f"{self!r} was neither accepted nor rejected", ResourceWarning, source=self)
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._cm_id.destroy)
+        if getattr(self, "_answered", True):
+            return
+        warnings.warn(f"{self!r} was neither accepted nor rejected", ResourceWarning, source=self)
+        if self._loop.is_closed():
+            self._cm_id.destroy()
+        else:  # the collector may run in any thread
+            self._loop.call_soon_threadsafe(self._cm_id.destroy)
 
     def __repr__(self) -> str:
         return f"<ConnectRequest from {self.peer_addr} on {self.device}>"
@@ -149,8 +150,9 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self.endpoints = [cm_id.local_addr for cm_id in cm_ids]
         self._queue: asyncio.Queue[ConnectRequest | None] = asyncio.Queue()
-        self._pumps = [self._loop.create_task(self._pump(cm_id)) for cm_id in cm_ids]
         self._closed = False
+        for cm_id in cm_ids:
+            cm_id.on_request = _into(self._queue, cm_id, self._state, pd, param)
 
     @property
     def port(self) -> int:
@@ -166,14 +168,6 @@ class Listener:
     def pd(self) -> ProtectionDomain:
         """The protection domain that accepted connections use, on the first endpoint's device."""
         return self._own_pd or self.context.pd
-
-    async def _pump(self, cm_id: CMID) -> None:
-        with contextlib.suppress(ClosedError):
-            while True:
-                event = await cm_id.get_request()
-                child = cm_id.child(event)
-                pd = self._own_pd or self._state.context(child.device_name).pd
-                self._queue.put_nowait(ConnectRequest(child, event, pd, self._param))
 
     async def get_request(self) -> ConnectRequest:
         """Wait for the next request. Cancellation: safe, no request is lost.
@@ -198,13 +192,14 @@ class Listener:
             raise StopAsyncIteration from None
 
     async def close(self) -> None:
-        """Stop listening. Requests nobody took are rejected; accepted connections go on. Idempotent."""
+        """Stop listening. Requests nobody took are rejected; accepted connections go on. Idempotent.
+
+        Cancellation: it doesn't wait for anything, so it is done whole or not begun.
+        """
         if self._closed:
             return
         self._closed = True
-        for cm_id in self._cm_ids:
-            cm_id.destroy()
-        await asyncio.gather(*self._pumps)
+        _destroy(self._cm_ids)
         while not self._queue.empty():
             request = self._queue.get_nowait()
             if request is not None:
@@ -218,11 +213,33 @@ class Listener:
         await self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
+        if getattr(self, "_closed", True):
+            return
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
+        if self._loop.is_closed():
+            _destroy(self._cm_ids)
+        else:  # the collector may run in any thread
+            self._loop.call_soon_threadsafe(_destroy, self._cm_ids)
 
     def __repr__(self) -> str:
         return f"<Listener {self.endpoints}{' closed' if self._closed else ''}>"
+
+
+def _into(
+    queue: asyncio.Queue[ConnectRequest | None], cm_id: CMID, state: LoopState, pd: ProtectionDomain | None, param: ConnParam
+) -> Callable[[CMEvent], None]:
+    """Make what puts a listener's requests into its queue; it doesn't keep the listener itself alive."""
+
+    def take(event: CMEvent) -> None:
+        child = cm_id.child(event)
+        queue.put_nowait(ConnectRequest(child, event, pd or state.context(child.device_name).pd, param))
+
+    return take
+
+
+def _destroy(cm_ids: list[CMID]) -> None:
+    for cm_id in cm_ids:
+        cm_id.destroy()
 
 
 def listen(
@@ -312,7 +329,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
-        self._closing = False
+        self._closing: asyncio.Task[None] | None = None
         self._acceptor = self._loop.create_task(self._accept())
         self._done: asyncio.Future[None] = self._loop.create_future()
 
@@ -328,7 +345,7 @@ class Server:
 
     def is_serving(self) -> bool:
         """Whether it accepts connections."""
-        return not self._closing
+        return self._closing is None
 
     async def _accept(self) -> None:
         async for request in self.listener:
@@ -357,7 +374,7 @@ class Server:
             )
         finally:
             if connection is None:
-                request.abandon()
+                await request.abandon()
             self.connections.discard(connection)  # type: ignore[arg-type]
 
     async def serve_forever(self) -> None:
@@ -368,14 +385,18 @@ class Server:
             await self.close()
 
     async def close(self) -> None:
-        """Close the listener, then cancel the handlers and close their connections. Idempotent."""
-        if self._closing:
-            await asyncio.shield(self._done)
-            return
-        self._closing = True
+        """Close the listener, then cancel the handlers and close their connections. Idempotent.
+
+        Cancellation: drops the waiter; the closing itself goes on.
+        """
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         try:
             await self.listener.close()
-            await self._acceptor
+            await asyncio.wait((self._acceptor,))
             tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()

@@ -65,7 +65,10 @@ class _Sliceable(SGE):
         return True
 
     def __getitem__(self, index: slice) -> MemorySlice:
-        start, stop, step = index.indices(self.length)
+        try:
+            start, stop, step = index.indices(self.length)
+        except AttributeError:
+            raise TypeError(f"registered memory takes a slice, not {type(index).__name__}") from None
         if step != 1:
             raise ValueError("registered memory is contiguous: no step in a slice")
         return MemorySlice(self.region, self.addr + start, stop - start if stop > start else 0)
@@ -168,11 +171,13 @@ class MemoryRegion(_Sliceable):
     async def close(self) -> None:
         """Wait until no posted request of this side names the region, then deregister it (ibv_dereg_mr).
 
-        From then on a peer that uses its key gets a remote access error. Idempotent.
+        From then on a peer that uses its key gets a remote access error, and the buffer's export is over: `view` can't
+        be taken any more. Idempotent.
         """
         if self._mr is not None:
             await self.idle()
             self.deregister()
+        self.whole.release()
 
     async def __aenter__(self) -> MemoryRegion:
         return self

@@ -62,6 +62,20 @@ class RunSlot(RunWR):
         #: So many of its requests have completed.
         self.retired = 0
 
+    def cut(self, count: int) -> RunSlot:
+        """Keep the first `count` requests, unsignalled since the last isn't among them; gives a run of the others."""
+        rest = RunSlot(
+            self.opcode, self.size, self.lkey, self.rkey, self.local_addrs[count:], self.remote_addrs[count:]
+        )
+        rest.future, self.future = self.future, None
+        rest.futures, self.futures = self.futures[count:], self.futures[:count]
+        rest.group = self.group
+        self.local_addrs, self.remote_addrs = self.local_addrs[:count], self.remote_addrs[:count]
+        self.wr_id -= 2 * rest.count
+        self.count = count
+        self.send_flags = 0
+        return rest
+
 
 class RecvSlot(RecvWR):
     """A posted receive with what waits for it."""
@@ -282,6 +296,8 @@ class QueuePair:
                 self._enqueue(slot)
             else:
                 self._settle(slot, self._flushed_error(slot))
+        if self._credits and self._waiting:
+            self.pump()  # what was posted has completed already: nothing else would post the rest
         return future
 
     def _post_now(self, slots: Sequence[SendSlot | RunSlot]) -> None:
@@ -329,8 +345,8 @@ class QueuePair:
         while waiting and room >= waiting[0].count:
             slot = waiting.popleft()
             self._waiting_bytes -= slot.nbytes
-            if slot.group is None and slot.future is not None and slot.future.cancelled():
-                self._recycle(slot)  # withdrawn: it was never posted
+            if _withdrawn(slot):
+                self._recycle(slot)  # it was never posted
             else:
                 room -= slot.count
                 ready.append(slot)
@@ -348,15 +364,38 @@ class QueuePair:
     def _post_failed(self, slots: Sequence[SendSlot | RunSlot], error: OSError) -> None:
         """The device refused a post, or the rest of a list: nothing leaks, and each request gets the reason."""
         posted = error.posted if isinstance(error, PostError) else 0
-        for slot in reversed(slots[posted:]):
-            assert self._ledger[-1] is slot
+        taken = 0
+        while posted >= slots[taken].count:
+            posted -= slots[taken].count
+            taken += 1
+        refused = list(slots[taken:])
+        for _ in refused:
             self._ledger.pop()
+        if posted:
+            run = refused[0]
+            assert isinstance(run, RunSlot)
+            refused[0] = run.cut(posted)
+            self._ledger.append(run)
+        for slot in refused:
             self._credits += slot.count
-        for slot in slots[posted:]:
             self._settle(slot, error)
         if self._ledger and not self._ledger[-1].send_flags & _SIGNALED:
-            # Unsignalled ones in flight have nothing behind them that would retire them.
-            self.post_send(Opcode.RDMA_WRITE, ())
+            self._retire()
+
+    def _retire(self) -> None:
+        """Post what retires the unsignalled requests in flight that have nothing behind them which would."""
+        slot = self.slot(Opcode.RDMA_WRITE, (), 0, 0, None, _SIGNALED)
+        self._next_id = slot.wr_id = self._next_id + 2
+        try:
+            ready = self._post_send((slot,))
+        except OSError as error:
+            self._recycle(slot)
+            self.fault(f"the device takes no more requests: {error}")
+            return
+        self._credits -= 1
+        self._ledger.append(slot)
+        if ready:
+            self.cq.posted()
 
     def post_recv(self, sg_list: Sequence[SGE]) -> asyncio.Future[Completion]:
         """Post a receive (ibv_post_recv): the future's value is its completion, a plain tuple.
@@ -543,10 +582,8 @@ class QueuePair:
 
     @property
     def in_flight(self) -> int:
-        """Send requests posted or waiting that have not completed."""
-        if self._collected is not None:
-            self._post_collected()
-        return len(self._ledger) + len(self._waiting)
+        """Send requests posted or waiting that have not completed; a run counts as one."""
+        return len(self._ledger) + len(self._waiting) + (self._collected is not None)
 
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: everything posted completes, flushed. Idempotent."""
@@ -588,7 +625,7 @@ class QueuePair:
         def named() -> bool:
             queues: Iterable[Iterable[SendSlot | RunSlot | RecvSlot]] = (
                 self._ledger, self._recv_ledger,
-                [slot for slot in self._waiting if slot.future is None or not slot.future.cancelled()],
+                [slot for slot in self._waiting if not _withdrawn(slot)],
             )  # fmt: skip
             return any(
                 sge.addr < end and start < sge.addr + sge.length
@@ -700,6 +737,11 @@ class _Collected:
         self.remote_addrs.append(remote_addr)
         self.futures.append(future)
         return future
+
+
+def _withdrawn(slot: SendSlot | RunSlot) -> bool:
+    """Whether a request that waits was cancelled. One of a batch can't be: others depend on it."""
+    return slot.group is None and slot.future is not None and slot.future.cancelled()
 
 
 def _is_single(slot: SendSlot | RunSlot) -> bool:

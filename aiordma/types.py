@@ -212,7 +212,10 @@ class RemoteRegion:
         return True
 
     def __getitem__(self, index: slice) -> RemoteRegion:
-        start, stop, step = index.indices(self.length)
+        try:
+            start, stop, step = index.indices(self.length)
+        except AttributeError:
+            raise TypeError(f"a RemoteRegion takes a slice, not {type(index).__name__}") from None
         if step != 1:
             raise ValueError("a RemoteRegion is contiguous: no step in a slice")
         part = _new(RemoteRegion)

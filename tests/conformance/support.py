@@ -1,8 +1,8 @@
 """The device under test, and what each file of this folder needs of it.
 
 The suite is written against the public face only. Which device it runs on is said by the environment:
-AIORDMA_TEST_DEVICE (soft), AIORDMA_TEST_HOST (127.0.0.1) and AIORDMA_TEST_HOST6 (::1), addresses at which this
-process reaches itself through that device. Where devices differ, the expectation follows the device's Capabilities.
+AIORDMA_TEST_DEVICE (soft), AIORDMA_TEST_HOST (127.0.0.1) and AIORDMA_TEST_HOST6 (::1), addresses at which
+this process reaches itself through that device. Where devices differ, the expectation follows Capabilities.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ async def pair_of_domains(
     """Connect two ends that have protection domains of their own."""
     async with aiordma.listen(HOST, 0, device=DEVICE, pd=server_pd) as listener:
         accepting = asyncio.create_task(accept_one(listener))
-        async with aiordma.connect(HOST, listener.port, device=DEVICE, pd=client_pd) as client:
-            async with await accepting as server:
-                yield Pair(client, server, listener)
+        connecting = aiordma.connect(HOST, listener.port, device=DEVICE, pd=client_pd)
+        async with connecting as client, await accepting as server:
+            yield Pair(client, server, listener)
 
 
 async def accept_one(listener: aiordma.Listener, private_data: bytes = b"") -> Connection:
@@ -74,12 +74,14 @@ def require_ipv6() -> None:
 
 
 def pattern(length: int, seed: int = 1) -> bytes:
-    """Make bytes in which a shift, a swap or a repeat shows: a period of 65,537 is prime to every buffer's size."""
+    """Make bytes in which a shift, a swap or a repeat shows: its period is prime to every buffer's size."""
     block = bytes((index * 167 + seed * 59 + (index >> 8)) & 0xFF for index in range(min(length, 65_537)))
     return (block * (length // max(1, len(block)) + 1))[:length]
 
 
-def offer(end: Connection, length: int, *, access: Access = ALL, seed: int = 1) -> tuple[MemoryRegion, RemoteRegion]:
+def offer(
+    end: Connection, length: int, *, access: Access = ALL, seed: int = 1
+) -> tuple[MemoryRegion, RemoteRegion]:
     """Register memory filled with a pattern; gives it and its key."""
     region = end.alloc(length, access=access)
     region.view[:] = pattern(length, seed)
@@ -91,7 +93,7 @@ class Guarded:
 
     SIZE: Final = 512
 
-    def __init__(self, end: Connection, length: int, access: Access = ALL) -> None:
+    def __init__(self, end: Connection | aiordma.ProtectionDomain, length: int, access: Access = ALL) -> None:
         self.memory = mmap.mmap(-1, length + 2 * self.SIZE)
         self.memory[:] = bytes((GUARD,)) * len(self.memory)
         self.region = end.register(memoryview(self.memory)[self.SIZE : self.SIZE + length], access=access)
@@ -107,9 +109,9 @@ class Guarded:
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Let the loop turn until a condition holds."""
+    """Let the loop turn until a condition holds; it has no event of its own to wait for."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
@@ -134,7 +136,9 @@ def refused(caps: Capabilities, status: WCStatus, words: str) -> Iterator[None]:
         assert words in str(caught.value)
 
 
-async def check_write_refused(conn: Connection, writing: asyncio.Future[None], status: WCStatus, words: str) -> None:
+async def check_write_refused(
+    conn: Connection, writing: asyncio.Future[None], status: WCStatus, words: str
+) -> None:
     """Expect that a WRITE posted just now fails as DESIGN.md section 8 has it for this device."""
     caps = conn.capabilities
     if caps.write_fault_known:

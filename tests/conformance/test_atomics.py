@@ -16,10 +16,12 @@ MAX = (1 << 64) - 1
 
 
 def value(region: MemoryRegion, at: int = 0) -> int:
+    """Take a number out of a region."""
     return int.from_bytes(region.view[at : at + 8], sys.byteorder)
 
 
 def put(region: MemoryRegion, number: int, at: int = 0) -> None:
+    """Put a number into a region."""
     region.view[at : at + 8] = number.to_bytes(8, sys.byteorder)
 
 
@@ -37,8 +39,8 @@ def _device_has_atomics() -> None:
 @pytest.mark.parametrize(
     ("before", "add", "after"),
     [
-        (0, 1, 1), (5, 0, 5), (MAX, 1, 0), (MAX, MAX, MAX - 1), (0, -1, MAX), (10, -3, 7), (1 << 63, 1 << 63, 0),
-        (0xFFFFFFFF, 1, 1 << 32), (0, 1 << 64, 0), (3, -(1 << 64) - 1, 2),
+        (0, 1, 1), (5, 0, 5), (MAX, 1, 0), (MAX, MAX, MAX - 1), (0, -1, MAX), (10, -3, 7),
+        (1 << 63, 1 << 63, 0), (0xFFFFFFFF, 1, 1 << 32), (0, 1 << 64, 0), (3, -(1 << 64) - 1, 2),
     ],
 )  # fmt: skip
 async def test_fetch_add(before: int, add: int, after: int) -> None:
@@ -119,7 +121,9 @@ async def test_many_in_flight() -> None:
     async with pair() as ends:
         region, remote = offer(ends.server, 8)
         put(region, 0)
-        assert await asyncio.gather(*[ends.client.fetch_add(remote, 3) for _ in range(100)]) == list(range(0, 300, 3))
+        assert await asyncio.gather(*[ends.client.fetch_add(remote, 3) for _ in range(100)]) == list(
+            range(0, 300, 3)
+        )
         assert value(region) == 300
 
 
@@ -127,35 +131,36 @@ async def test_two_clients_add_up() -> None:
     """Tickets that two clients draw at once are all different, and the counter has their sum."""
     async with (
         aiordma.serve(lambda _: asyncio.Event().wait(), HOST, 0, device=DEVICE) as server,
+        server.pd.alloc(8, access=aiordma.Access.REMOTE_ATOMIC) as counter,
         aiordma.connect(HOST, server.port, device=DEVICE) as first,
         aiordma.connect(HOST, server.port, device=DEVICE) as second,
     ):
-        async with server.pd.alloc(8, access=aiordma.Access.REMOTE_ATOMIC) as counter:
-            remote = counter.remote()
-            tickets = []
+        remote = counter.remote()
+        tickets = []
 
-            async def draw(client: aiordma.Connection) -> None:
-                for _ in range(200):
-                    tickets.append(await client.fetch_add(remote, 1))  # noqa: PERF401
+        async def draw(client: aiordma.Connection) -> None:
+            for _ in range(200):
+                tickets.append(await client.fetch_add(remote, 1))  # noqa: PERF401
 
-            await asyncio.gather(draw(first), draw(second))
-            assert sorted(tickets) == list(range(400))
-            assert value(counter) == 400
+        await asyncio.gather(draw(first), draw(second))
+        assert sorted(tickets) == list(range(400))
+        assert value(counter) == 400
 
 
 async def test_compare_swap_is_a_lock() -> None:
     """Of two clients that try CMP_AND_SWP at once, one wins each round."""
     async with (
         aiordma.serve(lambda _: asyncio.Event().wait(), HOST, 0, device=DEVICE) as server,
+        server.pd.alloc(8, access=aiordma.Access.REMOTE_ATOMIC) as lock,
         aiordma.connect(HOST, server.port, device=DEVICE) as first,
         aiordma.connect(HOST, server.port, device=DEVICE) as second,
     ):
-        async with server.pd.alloc(8, access=aiordma.Access.REMOTE_ATOMIC) as lock:
-            for turn in range(50):
-                before = await asyncio.gather(
-                    first.compare_swap(lock.remote(), turn, turn + 1), second.compare_swap(lock.remote(), turn, turn + 1)
-                )
-                assert sorted(before) == [turn, turn + 1]
+        for turn in range(50):
+            before = await asyncio.gather(
+                first.compare_swap(lock.remote(), turn, turn + 1),
+                second.compare_swap(lock.remote(), turn, turn + 1),
+            )
+            assert sorted(before) == [turn, turn + 1]
 
 
 async def test_mixed_with_reads_and_writes() -> None:
@@ -176,4 +181,6 @@ async def test_depth_of_one() -> None:
     async with pair(client_param=ConnParam(initiator_depth=1)) as ends:
         region, remote = offer(ends.server, 8)
         put(region, 7)
-        assert await asyncio.gather(*[ends.client.fetch_add(remote, 1) for _ in range(50)]) == list(range(7, 57))
+        assert await asyncio.gather(*[ends.client.fetch_add(remote, 1) for _ in range(50)]) == list(
+            range(7, 57)
+        )

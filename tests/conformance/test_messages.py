@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ async def test_largest(size: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 100, 10_000])
 async def test_too_long(size: int) -> None:
-    """A message one byte longer than recv_size ends the connection; the text says what to ask for, the rest is unharmed."""
+    """A message one byte longer than recv_size ends the connection; the text says what to ask for."""
     async with pair(server_param=ConnParam(recv_size=size)) as ends:
         await ends.client.send(pattern(size))
         sending = ends.client.send(pattern(size + 1))
@@ -98,9 +99,19 @@ async def test_recv_into() -> None:
     async with pair() as ends:
         registered = ends.server.alloc(16)
         numbers = np.zeros((2, 8), dtype=np.uint8)
-        targets = [bytearray(16), memoryview(bytearray(20))[2:18], registered, registered[:], numbers]
+        targets: list[Any] = [
+            bytearray(16),
+            memoryview(bytearray(20))[2:18],
+            registered,
+            registered[:],
+            numbers,
+        ]
         for target in targets:
-            view = memoryview(target).cast("B") if not isinstance(target, aiordma.MemoryRegion | aiordma.MemorySlice) else target.view
+            view = (
+                memoryview(target).cast("B")
+                if not isinstance(target, aiordma.MemoryRegion | aiordma.MemorySlice)
+                else target.view
+            )
             view[:] = bytes((GUARD,)) * 16
             await ends.client.send(b"0123456789")
             assert await ends.server.recv_into(target) == 10
@@ -142,7 +153,7 @@ async def test_recv_message_is_lent() -> None:
         ends.client.send(b"first")
         ends.client.send(b"second")
         message = await ends.server.recv_message()
-        assert message.data == b"first"
+        assert message.data.tobytes() == b"first"
         assert message.byte_len == 5
         assert message.imm_data is None
         assert message.invalidated is None
@@ -150,7 +161,7 @@ async def test_recv_message_is_lent() -> None:
         # The READ comes behind the messages: the second one is here, or waits at the sender.
         await ends.client.barrier() if ends.client.capabilities.unreceived_send_waits else None
         assert not waiting.done()
-        assert message.data == b"first"
+        assert message.data.tobytes() == b"first"
         message.release()
         message.release()
         assert len(message.data) == 0
@@ -199,15 +210,13 @@ async def test_iteration_raises_after_a_fault() -> None:
     async with pair(server_param=ConnParam(recv_size=4)) as ends:
         await ends.client.send(b"good")
         ends.client.send(b"too long")
-        received = []
+        assert await anext(ends.server) == b"good"
         with pytest.raises(BrokenError):
-            async for message in ends.server:
-                received.append(message)  # noqa: PERF401
-        assert received == [b"good"]
+            await anext(ends.server)
 
 
 async def test_recv_after_peer_close() -> None:
-    """What came before the peer's close is received; then recv raises an orderly BrokenError, again and again."""
+    """What came before the peer's close is received; then recv raises an orderly BrokenError each time."""
     async with pair() as ends:
         ends.client.send(b"last")
         closing = asyncio.create_task(ends.client.close())

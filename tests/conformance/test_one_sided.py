@@ -12,7 +12,29 @@ from aiordma import ConnParam, MemoryRegion
 from tests.conformance.support import GUARD, Guarded, offer, pair, pattern
 
 #: Around every limit an implementation may have: words, MTUs, bounce and segment sizes, powers of two.
-SIZES = [1, 2, 3, 7, 8, 9, 63, 64, 65, 1023, 1460, 4096, 4097, 8191, 8192, 8193, 65_517, 65_518, 65_535, 65_536, 65_537]
+SIZES = [
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    63,
+    64,
+    65,
+    1023,
+    1460,
+    4096,
+    4097,
+    8191,
+    8192,
+    8193,
+    65_517,
+    65_518,
+    65_535,
+    65_536,
+    65_537,
+]
 LARGE = [(1 << 20) - 1, (1 << 20) + 1, 5_000_011, 64 << 20]
 
 
@@ -77,13 +99,15 @@ async def test_send_gather() -> None:
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 async def test_too_many_pieces(operation: str) -> None:
-    """A list longer than the queue pair takes is a ValueError that names the parameter; the connection works on."""
+    """A list longer than the queue pair takes is a ValueError that names the parameter."""
     async with pair(client_param=ConnParam(max_sge=2)) as ends:
         _, remote = offer(ends.server, 64)
         local = ends.client.alloc(64)
         pieces = [local[:8], local[8:16], local[16:24]]
         with pytest.raises(ValueError, match="max_sge"):
-            ends.client.read(remote, into=pieces) if operation == "read" else ends.client.write(remote, pieces)
+            ends.client.read(remote, into=pieces) if operation == "read" else ends.client.write(
+                remote, pieces
+            )
         assert await ends.client.read(remote) == pattern(64)
 
 
@@ -97,7 +121,7 @@ async def test_unregistered_pieces() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_sizes(size: int) -> None:
-    """WRITE, then READ of every size brings the same bytes to the same place, at odd addresses, and no byte more."""
+    """WRITE, then READ of every size brings the same bytes to the same place, and no byte more."""
     async with pair() as ends:
         guarded = Guarded(ends.server, size + 20)
         local = ends.client.alloc(size + 20)
@@ -139,7 +163,9 @@ async def test_alignments() -> None:
             for far in range(8):
                 at = (near * 8 + far) * 16
                 ends.client.write(remote[at + far : at + far + 8], local[near * 9 : near * 9 + 8])
-                reads.append(ends.client.read(remote[at + far : at + far + 8], into=sink[at + near : at + near + 8]))
+                reads.append(
+                    ends.client.read(remote[at + far : at + far + 8], into=sink[at + near : at + near + 8])
+                )
         await asyncio.gather(*reads)
         for near in range(8):
             for far in range(8):
@@ -194,7 +220,7 @@ async def test_remote_longer() -> None:
 
 
 async def test_remote_shorter() -> None:
-    """Local memory longer than the remote region by one is a ValueError, nothing is posted, the connection works on."""
+    """Local memory longer than the remote region by one is a ValueError, and nothing is posted."""
     async with pair() as ends:
         region, remote = offer(ends.server, 100)
         local = ends.client.alloc(11)
@@ -214,7 +240,13 @@ async def test_remote_shorter() -> None:
 async def test_write_sources(size: int) -> None:
     """Every kind of unregistered buffer is written, small and large."""
     data = pattern(size, 4)
-    sources = [data, bytearray(data), memoryview(data), memoryview(bytearray(data)), np.frombuffer(data, np.uint8)]
+    sources = [
+        data,
+        bytearray(data),
+        memoryview(data),
+        memoryview(bytearray(data)),
+        np.frombuffer(data, np.uint8),
+    ]
     async with pair() as ends:
         region, remote = offer(ends.server, size)
         for source in sources:
@@ -268,7 +300,9 @@ async def test_many_reads_gathered() -> None:
     """A thousand READs posted at once each get their own bytes."""
     async with pair() as ends:
         _, remote = offer(ends.server, 8000)
-        results = await asyncio.gather(*[ends.client.read(remote[8 * index : 8 * index + 8]) for index in range(1000)])
+        results = await asyncio.gather(
+            *[ends.client.read(remote[8 * index : 8 * index + 8]) for index in range(1000)]
+        )
         assert b"".join(results) == pattern(8000)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ async def test_completions_in_order() -> None:
         client = ends.client
         sink, source = client.alloc(LARGE), client.register(pattern(100_000))
         done: list[int] = []
-        futures: list[asyncio.Future[object]] = []
+        futures: list[asyncio.Future[Any]] = []
         for _ in range(10):
             futures += [
                 client.read(remote[:100_000], into=sink[:100_000]), client.write(remote[:8], b"12345678"),

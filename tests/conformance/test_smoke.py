@@ -16,7 +16,7 @@ async def test_one_of_each() -> None:
         assert await pair.client.read(remote[:5]) == b"hello"
         await pair.client.write(remote[100:108], b"8 bytes!")
         await pair.client.barrier()
-        assert region.view[100:108] == b"8 bytes!"
+        assert region.view[100:108].tobytes() == b"8 bytes!"
         assert await pair.client.fetch_add(remote[16:24], 5) == 0
         assert await pair.client.compare_swap(remote[16:24], 5, 7) == 5
         await pair.client.send(b"ping")

@@ -1,4 +1,4 @@
-"""DDP and RDMAP headers: layouts, segmentation, the Terminate in both encodings, and a capture between siw devices."""
+"""DDP and RDMAP headers: layouts, segmentation, the Terminate in both encodings, a capture of siw."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from aiordma.errors import ProtocolError
 from aiordma.types import SGE
 from tests.unit.wire import End, agreed, read_request, tagged, untagged
 
-# Captured on the loopback interface between two siw devices: an rping of 64 bytes, and a WRITE to an unknown STag.
-SEND = bytes.fromhex("0022 4143 00000000 00000000 00000001 00000000 000055d75e26daa0 6ec0d800 00000040 00000000")
+# Captured on loopback between two siw devices: an rping of 64 bytes, and a WRITE to an unknown STag.
+SEND = bytes.fromhex(
+    "0022 4143 00000000 00000000 00000001 00000000 000055d75e26daa0 6ec0d800 00000040 00000000"
+)
 READ_REQUEST = bytes.fromhex(
     "002e 4141 00000000 00000001 00000001 00000000"
     "81ddfd00 000055f37db33bc0 00000040 6ec0d800 000055d75e26daa0 00000000"
@@ -42,7 +44,7 @@ def rekey(end: End, key: int, length: int, addr: int, access: int) -> memoryview
     return memory.view
 
 
-# -- the capture -------------------------------------------------------------------------------------------------
+# -- the capture ---------------------------------------------------------------------------------------------
 
 
 def test_captured_send() -> None:
@@ -92,7 +94,7 @@ def test_captured_write() -> None:
 
 
 def test_captured_terminate() -> None:
-    """siw's Terminate for a WRITE to an unknown STag is read: DDP, tagged, invalid STag; no READ is to blame."""
+    """siw's Terminate for a WRITE to an unknown STag is read: DDP, tagged, invalid STag."""
     assert decode_terminate(TERMINATE[20:-4]) == Terminate(1, 1, 0, refused_request=False, msn=0)
     end = started()
     end.feed(TERMINATE)
@@ -100,9 +102,7 @@ def test_captured_terminate() -> None:
     assert "invalid STag" in end.endpoint.refused
 
 
-
-
-# -- Terminate ----------------------------------------------------------------------------------------------------
+# -- Terminate -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_terminate_of_siw(payload: str, expected: tuple[int, int, int]) -> None:
 
 
 def test_terminate_of_the_handshake() -> None:
-    """As the first FPDU, 2/0/6 says that our Reply is wrong; later the same bytes are siw's for an unexpected opcode."""
+    """As the first FPDU, 2/0/6 is about our Reply; later the same bytes are siw's for an unexpected opcode."""
     payload = bytes.fromhex("20060000")
     assert decode_terminate(payload, first=True)[:3] == (2, 0, 6)
     for initiator, reason in ((False, "insufficient IRD"), (True, "unexpected opcode")):
@@ -169,10 +169,16 @@ def test_terminate_round_trip(code: tuple[int, int, int], offender: str) -> None
 
 @pytest.mark.parametrize(
     ("offender", "flags", "quoted"),
-    [("nothing", 0, 0), ("a write", 0xC0, 16), ("a send", 0xC0, 20), ("a read", 0xE0, 48), ("an atomic", 0xC0, 20)],
+    [
+        ("nothing", 0, 0),
+        ("a write", 0xC0, 16),
+        ("a send", 0xC0, 20),
+        ("a read", 0xE0, 48),
+        ("an atomic", 0xC0, 20),
+    ],
 )
 def test_terminate_encoding(offender: str, flags: int, quoted: int) -> None:
-    """A Terminate is untagged, on queue 2, number 1; it quotes the length, the DDP header, a Read Request's header."""
+    """A Terminate is number 1 of queue 2; it quotes the length, the DDP header, a Read Request's header."""
     fpdu = encode_terminate(fault(ddp.RDMAP_PROTECTION, ddp.BOUNDS), OFFENDERS[offender])
     payload = bytes((0x01, 0x01, flags, 0)) + OFFENDERS[offender][:quoted]
     assert fpdu == untagged(ddp.OP_TERMINATE, payload, qn=2)
@@ -208,7 +214,7 @@ def test_unknown_codes_are_described() -> None:
     assert ddp.describe_vendor_err(0) == ""
 
 
-# -- control field ----------------------------------------------------------------------------------------------
+# -- control field -------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 0xFFFF))
@@ -230,7 +236,7 @@ def test_control(control: int) -> None:
         assert right
 
 
-# -- segmentation -----------------------------------------------------------------------------------------------
+# -- segmentation --------------------------------------------------------------------------------------------
 
 
 @given(
@@ -257,9 +263,7 @@ def test_tagged_segments(parts: list[bytes], limit: int, to: int) -> None:
     for index, record in enumerate(fpdus):
         payload = data[offset : offset + limit]
         last = ddp.LAST if index == len(fpdus) - 1 else 0
-        assert record == tagged(
-            ddp.OP_WRITE, 7, to + offset & ddp.MASK64, payload, control=ddp.TAGGED | last
-        )
+        assert record == tagged(ddp.OP_WRITE, 7, to + offset & ddp.MASK64, payload, control=ddp.TAGGED | last)
         offset += len(payload)
     assert offset == len(data)
 

@@ -1,4 +1,4 @@
-"""An endpoint from its start to its end: who may send when, sequence numbers, the peer's Terminate, the stream's end."""
+"""An endpoint from start to end: who may send when, sequence numbers, the peer's Terminate, the stream's end."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def started(*, initiator: bool = True, mulpdu: int = 1000, reads: int = 4, rtr: 
     return end
 
 
-# -- the first FPDU ---------------------------------------------------------------------------------------------
+# -- the first FPDU ------------------------------------------------------------------------------------------
 
 
 def test_a_responder_holds_its_sends() -> None:
-    """A responder sends nothing until it has received an FPDU, then everything in order (RFC 5044 section 7.1)."""
+    """A responder sends nothing until it has received an FPDU (RFC 5044 section 7.1), then all in order."""
     end = started(initiator=False)
     end.send(b"first")
     end.post(Opcode.RDMA_READ)
@@ -82,7 +82,7 @@ def test_a_responder_closed_unstarted() -> None:
     ("rtr", "opcode"), [(RTR.WRITE, ddp.OP_WRITE), (RTR.READ, ddp.OP_READ_REQUEST), (RTR.SEND, ddp.OP_SEND)]
 )
 def test_rtr_is_first_and_silent(rtr: RTR, opcode: int) -> None:
-    """The ready-to-receive message is the initiator's first FPDU, is empty, and completes nothing on either side."""
+    """The ready-to-receive message is the initiator's first FPDU, and completes nothing on either side."""
     wire = Wire(rtr=rtr)
     wire.server.receive()
     wire.client.send(b"")
@@ -145,7 +145,7 @@ def test_rtr_send_is_checked(header: dict[str, int], code: int) -> None:
     assert end.terminated() == Terminated(1, 2, code)
 
 
-# -- sequence numbers -------------------------------------------------------------------------------------------
+# -- sequence numbers ----------------------------------------------------------------------------------------
 
 
 def test_sequence_numbers_wrap() -> None:
@@ -183,7 +183,7 @@ def test_sequence_wraps_to_zero_on_the_wire() -> None:
     assert [record[12:16] for record in end.output()] == [b"\xff\xff\xff\xff", bytes(4)]
 
 
-# -- bounds of what is outstanding ------------------------------------------------------------------------------
+# -- bounds of what is outstanding ---------------------------------------------------------------------------
 
 
 def test_ord_is_kept() -> None:
@@ -246,10 +246,12 @@ def test_large_send_completes_when_it_left() -> None:
     assert len(end.sent()) == 1
 
 
-# -- faults of this side's own requests -------------------------------------------------------------------------
+# -- faults of this side's own requests ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("opcode", [Opcode.SEND, Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ])
+@pytest.mark.parametrize(
+    "opcode", [Opcode.SEND, Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ]
+)
 @pytest.mark.parametrize("fault", ["key", "below", "above", "domain", "freed"])
 def test_bad_local_memory(opcode: Opcode, fault: str) -> None:
     """A request whose local memory doesn't fit fails with LOC_PROT_ERR; what is behind it is flushed."""
@@ -320,7 +322,7 @@ def test_local_invalidate() -> None:
     assert [c[1:3] for c in end.sent()] == [(0, WCOpcode.LOCAL_INV), (WCStatus.LOC_PROT_ERR, 0)]
 
 
-# -- the peer's Terminate, and the end --------------------------------------------------------------------------
+# -- the peer's Terminate, and the end -----------------------------------------------------------------------
 
 
 def answered(end: End, payload: bytes) -> None:

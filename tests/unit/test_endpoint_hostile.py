@@ -26,7 +26,7 @@ from tests.unit.wire import (
     untagged,
 )
 
-#: Layer, type and codes that a Terminate may have (RFC 5040 section 4.8, RFC 5041 section 7.2, RFC 5044 section 8).
+#: Layer, type and codes that a Terminate may have (RFC 5040 section 4.8, RFC 5044 section 8).
 KNOWN = {
     (0, 1): {0, 1, 2, 3, 4, 9, 0xFF},
     (0, 2): {5, 6, 7, 8, 9, 0xFF},
@@ -99,7 +99,16 @@ ATOMIC = [
     *UNTAGGED, Field(20, 4), Field(24, 4), Field(28, 4), Field(32, 8), Field(40, 8), Field(48, 8), Field(56, 8),
     Field(64, 8),
 ]  # fmt: skip
-TERMINATE = [*UNTAGGED, Field(20, 1), Field(21, 1), Field(22, 1), Field(24, 2), Field(26, 2), Field(36, 4), Field(40, 4)]
+TERMINATE = [
+    *UNTAGGED,
+    Field(20, 1),
+    Field(21, 1),
+    Field(22, 1),
+    Field(24, 2),
+    Field(26, 2),
+    Field(36, 4),
+    Field(40, 4),
+]
 
 
 def valid(victim: Victim) -> list[tuple[bytes, list[Field]]]:
@@ -117,7 +126,10 @@ def valid(victim: Victim) -> list[tuple[bytes, list[Field]]]:
         (atomic_request(open_.key, open_.addr, msn=2), ATOMIC),
         (tagged(ddp.OP_READ_RESPONSE, sink.key, sink.addr, bytes(20), control=ddp.TAGGED), TAGGED),
         (tagged(ddp.OP_READ_RESPONSE, sink.key, sink.addr + 20, bytes(12)), TAGGED),
-        (untagged(ddp.OP_ATOMIC_RESPONSE, b"\0\0\0\2" + bytes(8), qn=3), [*UNTAGGED, Field(20, 4), Field(24, 8)]),
+        (
+            untagged(ddp.OP_ATOMIC_RESPONSE, b"\0\0\0\2" + bytes(8), qn=3),
+            [*UNTAGGED, Field(20, 4), Field(24, 8)],
+        ),
         (untagged(ddp.OP_SEND_SE, b"solicited", msn=2), UNTAGGED),
         (tagged(ddp.OP_WRITE, 0, 0), TAGGED),
         (untagged(ddp.OP_IMMEDIATE_SE, bytes(8), msn=3), UNTAGGED),
@@ -152,13 +164,14 @@ modest = settings(deadline=None, max_examples=200, suppress_health_check=[Health
     index=st.integers(0, len(valid(Victim())) - 1),
     field=st.integers(0, 100),
     value=st.one_of(
-        st.sampled_from(["0", "1", "2", "max", "max-1", "top", "+1", "-1", "+4", "-4"]), st.integers(0, 1 << 64)
+        st.sampled_from(["0", "1", "2", "max", "max-1", "top", "+1", "-1", "+4", "-4"]),
+        st.integers(0, 1 << 64),
     ),
     split=splits,
     crc=st.booleans() if mpa.CRC32C_AVAILABLE else st.just(value=False),
 )
 def test_extremes(index: int, field: int, value: str | int, split: list[int], crc: bool) -> None:
-    """One field of one header at an extreme: the stream goes on, or ends by a Terminate with a code of the RFCs.
+    """One field of one header at an extreme: the stream goes on, or ends by a Terminate of the RFCs.
 
     The outcome doesn't depend on how the bytes are split.
     """
@@ -279,7 +292,7 @@ def test_lengths_allocate_nothing() -> None:
 
 
 def test_kept_messages_are_bounded_by_what_came() -> None:
-    """Messages without a receive stop the reading at the bound, whatever their size; empty ones are charged too."""
+    """Messages without a receive stop the reading at the bound; empty ones are charged too."""
     end = End(recv_bound=10_000)
     end.endpoint.start(agreed(), initiator=True, mulpdu=1000)
     stream = b"".join(untagged(ddp.OP_SEND, msn=msn) for msn in range(1, 1000))
@@ -295,7 +308,7 @@ def _memory(victim: Victim) -> list[Memory]:
 
 
 def test_the_valid_stream_is_valid() -> None:
-    """What the tests above change one field of is right as it is: its own Terminate ends it, and all came before."""
+    """What the tests above change one field of is right as it is."""
     victim = Victim()
     data = b"".join(record for record, _ in valid(victim)[:-1])
     feed(victim.end, data, [1 << 20])

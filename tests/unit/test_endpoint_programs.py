@@ -1,10 +1,12 @@
 """Random programs over two joined endpoints against a model of what RDMA does."""
+# ruff: noqa: ARG002 - each kind of operation takes what any needs
 
 from __future__ import annotations
 
 import random
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +25,7 @@ _U64 = struct.Struct("=Q")
 
 KINDS = (
     "write", "write", "write_imm", "send", "send", "send_se", "send_inv", "read", "read", "fetch_add", "compare_swap",
-    "local_inv", "receive", "receive",
+    "local_inv", "receive", "receive", "read_run", "read_run", "write_run", "reads",
 )  # fmt: skip
 
 
@@ -38,7 +40,10 @@ class Op(NamedTuple):
 
 
 sizes = st.one_of(
-    st.integers(0, 40), st.integers(0, 3000), st.sampled_from([0, 1, 3, COPY_LIMIT, COPY_LIMIT + 1]), st.integers(0, 300 * 1024)
+    st.integers(0, 40),
+    st.integers(0, 3000),
+    st.sampled_from([0, 1, 3, COPY_LIMIT, COPY_LIMIT + 1]),
+    st.integers(0, 300 * 1024),
 )
 ops = st.builds(Op, st.booleans(), st.sampled_from(KINDS), sizes, st.integers(0, 1 << 32), st.integers(0, 3))
 splits = st.lists(
@@ -79,7 +84,7 @@ def pieces(memory: Memory, start: int, length: int, chance: random.Random) -> li
     """Cut a range of memory into a scatter list, empty elements included."""
     cuts = sorted(chance.randint(0, length) for _ in range(chance.choice((0, 0, 1, 3))))
     bounds = [0, *cuts, length]
-    return [memory.sge(start + a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [memory.sge(start + a, b - a) for a, b in pairwise(bounds)]
 
 
 class Poster:
@@ -97,7 +102,8 @@ class Poster:
         actions: dict[str, Callable[[int, random.Random, int], None]] = {
             "write": self.write, "write_imm": self.write_imm, "send": self.send, "send_se": self.send_se,
             "send_inv": self.send_inv, "read": self.read, "fetch_add": self.fetch_add,
-            "compare_swap": self.compare_swap, "local_inv": self.local_inv,
+            "compare_swap": self.compare_swap, "local_inv": self.local_inv, "read_run": self.read_run,
+            "write_run": self.write_run, "reads": self.reads,
         }  # fmt: skip
         actions[op.kind](op.size, chance, flags)
 
@@ -109,7 +115,7 @@ class Poster:
         return data, pieces(self.side.source, start, size, chance), None
 
     def _fenced(self, flags: int, touched: range) -> int:
-        """Fence what would change memory under a READ that isn't answered: iWARP lets it overtake the answer."""
+        """Fence what would change memory under an unanswered READ: iWARP lets it overtake the answer."""
         if any(touched.start < other.stop and other.start < touched.stop for other in self.side.unfenced):
             flags |= SendFlags.FENCE
         if flags & SendFlags.FENCE:
@@ -164,6 +170,54 @@ class Poster:
         self.side.unfenced.append(range(at, at + size))
         self.side.model_sink[into : into + size] = self.peer.model_target[at : at + size]
         self._posted(wr.wr_id, flags, WCOpcode.RDMA_READ)
+
+    def _offsets(self, count: int, size: int, chance: random.Random) -> list[int]:
+        """Give places for pieces of one size: next to each other, near each other, or anywhere."""
+        start = chance.randint(0, TARGET - count * size)
+        kind = chance.random()
+        if kind < 0.4:
+            return [start + index * size for index in range(count)]
+        if kind < 0.7:
+            return [start + chance.randint(0, (count - 1) * size) for _ in range(count)]
+        return [chance.randint(0, TARGET - size) for _ in range(count)]
+
+    def read_run(self, size: int, chance: random.Random, flags: int) -> None:
+        count, size = chance.randint(1, 40), size % 5000
+        at, into = self._offsets(count, size, chance), self._offsets(count, size, chance)
+        flags &= ~SendFlags.FENCE
+        run = self.side.end.post_run(
+            Opcode.RDMA_READ, self.side.sink, into, self.peer.target, at, size, flags=flags
+        )
+        for source, sink in zip(at, into, strict=True):
+            self.side.unfenced.append(range(source, source + size))
+            self.side.model_sink[sink : sink + size] = self.peer.model_target[source : source + size]
+        self._posted(run.wr_id, flags, WCOpcode.RDMA_READ)
+
+    def write_run(self, size: int, chance: random.Random, flags: int) -> None:
+        count, size = chance.randint(1, 40), size % 5000
+        at, out = self._offsets(count, size, chance), self._offsets(count, size, chance)
+        # A fence of its own, as a run has none: behind it nothing is outstanding.
+        if self._fenced(flags & ~SendFlags.FENCE, range(min(at), max(at) + size)) & SendFlags.FENCE:
+            self.side.end.post(Opcode.RDMA_WRITE, flags=SendFlags.FENCE)
+        flags &= ~SendFlags.FENCE
+        run = self.side.end.post_run(
+            Opcode.RDMA_WRITE, self.side.source, out, self.peer.target, at, size, flags=flags
+        )
+        for target, source in zip(at, out, strict=True):
+            self.peer.model_target[target : target + size] = self.side.source.view[source : source + size]
+        self._posted(run.wr_id, flags, WCOpcode.RDMA_WRITE)
+
+    def reads(self, size: int, chance: random.Random, flags: int) -> None:
+        """Single READs that are alike, as a run is."""
+        size %= 200
+        for at in self._offsets(10, size, chance):
+            into = chance.randint(0, TARGET - size)
+            wr = self.side.end.post(
+                Opcode.RDMA_READ, [self.side.sink.sge(into, size)], to=self.peer.target, at=at, flags=flags
+            )
+            self.side.unfenced.append(range(at, at + size))
+            self.side.model_sink[into : into + size] = self.peer.model_target[at : at + size]
+            self._posted(wr.wr_id, flags, WCOpcode.RDMA_READ)
 
     def fetch_add(self, size: int, chance: random.Random, flags: int) -> None:
         self._atomic(Opcode.ATOMIC_FETCH_AND_ADD, chance, flags)
@@ -235,18 +289,20 @@ def lengths_for(program: list[Op], *, server: bool) -> list[int]:
     program=st.lists(ops, max_size=25),
     mulpdu=st.one_of(st.integers(128, 2000), st.sampled_from([1428, 65_518])),
     crc=st.booleans() if mpa.CRC32C_AVAILABLE else st.just(value=False),
-    reads=st.integers(1, 4),
+    reads=st.one_of(st.integers(1, 4), st.integers(1, 128)),
+    joined=st.booleans(),
     rtr=st.sampled_from([NO_RTR, RTR.WRITE, RTR.READ, RTR.SEND]),
     seed=st.integers(0, 1 << 32),
     split=splits,
 )
 def test_programs(
-    program: list[Op], mulpdu: int, crc: bool, reads: int, rtr: RTR, seed: int, split: list[int]
+    program: list[Op], mulpdu: int, crc: bool, reads: int, joined: bool, rtr: RTR, seed: int, split: list[int]
 ) -> None:
     """Any program, segmented and split in any way, does to memory and completions what the model says."""
     wire = Wire(
-        crc=crc, mulpdu=mulpdu, reads=reads, rtr=rtr, seed=seed, sizes=split, recv_bound=1 << 30
-    )
+        crc=crc, joined=joined and not crc, mulpdu=mulpdu, reads=reads, rtr=rtr, seed=seed, sizes=split,
+        recv_bound=1 << 30,
+    )  # fmt: skip
     client = Side(wire.client, lengths_for(program, server=False), 1)
     server = Side(wire.server, lengths_for(program, server=True), 2)
     for op in program:
@@ -270,11 +326,12 @@ def test_programs(
 
 
 @pytest.mark.parametrize("mulpdu", [128, 65_518])
-def test_every_kind_at_every_split(mulpdu: int) -> None:
+@pytest.mark.parametrize("joined", [True, False])
+def test_every_kind_at_every_split(mulpdu: int, joined: bool) -> None:
     """A program with every operation survives a cut at each single byte of its first kilobytes."""
     program = [Op(False, kind, 50 * index, 7 + index, 0) for index, kind in enumerate(dict.fromkeys(KINDS))]
-    for cut in range(1, 1200):
-        wire = Wire(mulpdu=mulpdu, reads=2, sizes=(cut, 1 << 17))
+    for cut in range(1, 2000, 3):
+        wire = Wire(mulpdu=mulpdu, joined=joined, reads=64 if joined else 2, sizes=(cut, 1 << 17))
         client = Side(wire.client, [], 1)
         server = Side(wire.server, lengths_for(program, server=True), 2)
         for op in program:

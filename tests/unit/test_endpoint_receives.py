@@ -1,4 +1,4 @@
-"""Messages and their receives: consumed in order, kept when they come first, refused when they are too long."""
+"""Messages and their receives: consumed in order, kept when they come first, refused when too long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def started(*, recv_bound: int = 1 << 20) -> End:
 
 
 def test_kept_messages_are_delivered_in_order() -> None:
-    """Messages that came before their receives complete them in the order of arrival, one each, also empty ones."""
+    """Messages that came before their receives complete them in order, one each, also empty ones."""
     end = started()
     texts = [b"one", b"", b"three" * 100]
     for msn, text in enumerate(texts, 1):
@@ -90,7 +90,7 @@ def test_kept_immediate() -> None:
 
 
 def test_length_of_an_immediate_is_that_of_its_write() -> None:
-    """The length that an immediate tells is that of the Write before it, in all its segments, and of no other."""
+    """The length that an immediate tells is that of the Write before it, in all its segments."""
     wire = Wire(mulpdu=128)
     target = wire.server.memory(1000)
     source = wire.client.memory(bytes(1000))
@@ -124,9 +124,7 @@ def test_solicited(solicited: bool, opcode: Opcode, kept: bool) -> None:
     victim = wire.server.memory(8)
     if not kept:
         wire.server.receive()
-    wire.client.post(
-        opcode, flags=SendFlags.SOLICITED if solicited else 0, imm=victim.key, to=victim
-    )
+    wire.client.post(opcode, flags=SendFlags.SOLICITED if solicited else 0, imm=victim.key, to=victim)
     wire.pump()
     if kept:
         assert not wire.server.recvs.solicited
@@ -136,7 +134,7 @@ def test_solicited(solicited: bool, opcode: Opcode, kept: bool) -> None:
 
 
 def test_send_with_invalidate() -> None:
-    """The receive's completion names the key; the region is gone by then, and refuses a peer that still uses it."""
+    """The receive's completion names the key, which is good no more by then."""
     wire = Wire()
     victim = wire.server.memory(8)
     wire.server.receive()
@@ -157,7 +155,7 @@ SIZES = st.integers(0, 3 * COPY_LIMIT)
 @settings(deadline=None, max_examples=60)
 @given(size=SIZES, room=SIZES, kept=st.booleans(), segments=st.integers(1, 4), split=st.integers(1, 20_000))
 def test_too_long(size: int, room: int, kept: bool, segments: int, split: int) -> None:
-    """A message longer than its receive fails it with LOC_LEN_ERR and is answered by DDP/untagged/5; others fit."""
+    """A message longer than its receive fails it with LOC_LEN_ERR, and is answered by DDP/untagged/5."""
     end = started()
     inbox = end.memory(room)
     data = bytes(range(256)) * (size // 256 + 1)
@@ -250,11 +248,11 @@ def test_bound() -> None:
     assert not queue.full
 
 
-# -- the end of the stream ---------------------------------------------------------------------------------------
+# -- the end of the stream -----------------------------------------------------------------------------------
 
 
 def test_messages_outlive_the_stream() -> None:
-    """Messages that came before the end still complete receives posted after it; then receives are flushed."""
+    """Messages that came before the end complete receives posted after it; later ones are flushed."""
     end = started()
     for msn in (1, 2):
         end.feed(untagged(ddp.OP_SEND, b"%d" % msn, msn=msn))

@@ -68,7 +68,12 @@ def test_the_table_is_complete() -> None:
 def test_status(status: WCStatus) -> None:
     """Each status is the exception that says who caused it, and carries everything that is known."""
     error = completion_error(
-        status, opcode=Opcode.RDMA_READ, vendor_err=0x123, qp_num=7, peer=("10.0.0.5", 7471), reason="the reason"
+        status,
+        opcode=Opcode.RDMA_READ,
+        vendor_err=0x123,
+        qp_num=7,
+        peer=("10.0.0.5", 7471),
+        reason="the reason",
     )
     assert type(error) is EXPECTED[status]
     assert error.status is status

@@ -102,9 +102,7 @@ def test_cut_keeps_what_was_begun() -> None:
     assert outbox.queued == 1
 
 
-@given(
-    sent=st.integers(0, 5), keep=st.integers(0, 12), small=st.integers(0, 3), framed=st.integers(0, 3)
-)
+@given(sent=st.integers(0, 5), keep=st.integers(0, 12), small=st.integers(0, 3), framed=st.integers(0, 3))
 def test_cut(sent: int, keep: int, small: int, framed: int) -> None:
     """Made FPDUs up to the number stay, and what isn't made is forgotten."""
     outbox = Outbox()

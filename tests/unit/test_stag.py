@@ -28,7 +28,7 @@ def code(error: ProtocolError) -> tuple[int, int, int]:
     return error.layer, error.etype, error.code
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------
+# -- keys ----------------------------------------------------------------------------------------------------
 
 
 def test_keys_are_unpredictable() -> None:
@@ -58,7 +58,7 @@ def test_one_key_is_local_and_remote() -> None:
 
 
 def test_close() -> None:
-    """A deregistered key is unknown at once; closing twice doesn't touch a later region that has the same key."""
+    """A deregistered key is unknown at once; closing twice leaves a later region of that key alone."""
     table = StagTable()
     first = region(table)
     first.close()
@@ -70,7 +70,7 @@ def test_close() -> None:
     assert other.registered
 
 
-# -- local access -------------------------------------------------------------------------------------------------
+# -- local access --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_memory_of_nothing_can_be_written(size: int) -> None:
     table.local(PD, SGE(ADDR, 0, made.lkey), Access.LOCAL_WRITE)[:] = b""
 
 
-# -- remote access --------------------------------------------------------------------------------------------------
+# -- remote access -------------------------------------------------------------------------------------------
 
 
 @given(start=st.integers(-40, 40), length=st.integers(1, 40), size=st.integers(1, 24))
@@ -179,7 +179,7 @@ def test_invalidate() -> None:
     assert foreign.registered
 
 
-# -- atomics --------------------------------------------------------------------------------------------------------
+# -- atomics -------------------------------------------------------------------------------------------------
 
 
 def fields(mask: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ U32 = st.integers(0, (1 << 32) - 1)
 REGION = RemoteRegion(0x1000, 100, 7)
 
 
-# -- RemoteRegion -------------------------------------------------------------------------------------------------
+# -- RemoteRegion --------------------------------------------------------------------------------------------
 
 
 @given(addr=U64, length=U64, rkey=U32, behind=st.binary(max_size=40))
@@ -112,7 +112,7 @@ def test_the_key_is_not_shown() -> None:
     assert str(0xC0FFEE11) not in repr(region)
 
 
-# -- work requests -----------------------------------------------------------------------------------------------
+# -- work requests -------------------------------------------------------------------------------------------
 
 
 def test_send_wr_defaults() -> None:
@@ -138,7 +138,7 @@ def test_reprs() -> None:
     assert repr(RecvWR([sge], wr_id=5)) == f"<RecvWR 5 [{sge!r}]>"
 
 
-# -- parameters ----------------------------------------------------------------------------------------------------
+# -- parameters ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_parameters_by_name_only() -> None:
 
 
 def test_the_soft_devices_capabilities() -> None:
-    """The soft device's record keeps its own rules: limits are positive, private data as RFC 6581 leaves it."""
+    """The soft device's limits are positive, its private data is what RFC 6581 leaves."""
     for name, value in asdict(CAPABILITIES).items():
         if name.startswith("max_"):
             assert value > 0, name

@@ -1,8 +1,8 @@
 """Two endpoints joined in memory: what link.py does with a socket, done with a queue of bytes.
 
-A `Pipe` is one direction. It takes FPDUs from an outbox, in part too, and gives their bytes to the other endpoint in
-pieces of any size, as the link does: into `placement` where there is one, else through a staging buffer that is
-overwritten after each call, as other links of a device would.
+A `Pipe` is one direction. It takes FPDUs from an outbox, in part too, and gives their bytes to the other
+endpoint in pieces of any size, as the link does: into `placement` where there is one, else through a staging
+buffer that is overwritten after each call, as other links of a device would.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from aiordma.drivers.base import Completion
 from aiordma.drivers.soft import ddp
 from aiordma.drivers.soft.endpoint import Endpoint
 from aiordma.drivers.soft.mpa import NOT_NEGOTIATED, RTR, Framer, Negotiated, trailer
-from aiordma.drivers.soft.send_queue import CompletionSink
+from aiordma.drivers.soft.send_queue import CompletionSink, ReadRun
 from aiordma.drivers.soft.stag import Region, StagTable
 from aiordma.enums import Access, AsyncEventType, Opcode, QPState, SendFlags
-from aiordma.types import SGE, Buffer, RecvWR, SendWR
+from aiordma.types import SGE, RecvWR, RunWR, SendWR
 
 NO_RTR = RTR(0)
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
@@ -79,7 +79,9 @@ class Memory:
     @property
     def content(self) -> bytes:
         """What it holds; fails if a guard byte changed."""
-        assert self._raw[:GUARD] == self._raw[GUARD + self.length :] == _GUARD_BYTE * GUARD, "a guard byte changed"
+        assert self._raw[:GUARD] == self._raw[GUARD + self.length :] == _GUARD_BYTE * GUARD, (
+            "a guard byte changed"
+        )
         return bytes(self.view)
 
 
@@ -137,6 +139,24 @@ class End:
         self.endpoint.post_send((wr,))
         return wr
 
+    def post_run(
+        self, opcode: Opcode, local: Memory, locals_: Sequence[int], to: Memory, at: Sequence[int], size: int,
+        *, flags: int = SendFlags.SIGNALED,
+    ) -> RunWR:  # fmt: skip
+        """Post a run: so many requests of `size` bytes, at these offsets of both memories."""
+        run = RunWR(
+            opcode,
+            size,
+            local.key,
+            to.key,
+            [local.addr + offset for offset in locals_],
+            [to.addr + offset for offset in at],
+        )
+        run.send_flags = flags
+        run.wr_id = [next(self._wr_ids) for _ in range(2 * run.count)][-1]
+        self.endpoint.post_run(run)
+        return run
+
     def send(self, data: bytes, **more: int) -> SendWR:
         """Post a SEND of inline data."""
         return self.post(Opcode.SEND, inline=data, **more)
@@ -166,7 +186,7 @@ class End:
         while outbox:
             self.endpoint.fill()
             if outbox.made:
-                taken.append(b"".join(outbox.made[0]))
+                taken += fpdus(b"".join(outbox.made[0])) if not outbox.partial else [b"".join(outbox.made[0])]
                 outbox.left(1)
         self.endpoint.send_queue.records_left()
         return taken
@@ -178,7 +198,7 @@ class End:
         pipe.deliver(len(data))
 
     def terminated(self) -> Terminated | None:
-        """Give the code of the Terminate in the outbox, which must be the last FPDU there; None if there is none."""
+        """Give the code of the Terminate that ends the outbox, or None."""
         found = None
         for fpdu in self.output():
             assert found is None, "something follows a Terminate"
@@ -191,8 +211,17 @@ class End:
 class Pipe:
     """One direction of a connection."""
 
-    def __init__(self, source: Endpoint, sink: Endpoint, *, crc: bool = False, mulpdu: int = 65_518) -> None:
+    def __init__(
+        self,
+        source: Endpoint,
+        sink: Endpoint,
+        *,
+        crc: bool = False,
+        joined: bool = False,
+        mulpdu: int = 65_518,
+    ) -> None:
         self._source = source
+        self._joined = joined
         self._sink = sink
         self._mulpdu = mulpdu
         self._framer = Framer(crc=True, markers=False) if crc else None
@@ -209,6 +238,7 @@ class Pipe:
     def send(self, room: int) -> int:
         """Let a socket with so much room take FPDUs; gives the bytes that left."""
         outbox = self._source.outbox
+        outbox.blocked = False
         taken = 0
         if outbox.small and not outbox.made and self._framer is None:
             for record in outbox.small:
@@ -239,14 +269,17 @@ class Pipe:
             else:
                 outbox.made[0] = _behind(outbox.made[0], len(part))
                 outbox.partial = True
+        outbox.blocked = bool(outbox)
         self._source.send_queue.records_left()
         return taken
 
     def _check(self, record: bytes) -> None:
-        """Fail unless this is one FPDU, and not too long."""
-        length = int.from_bytes(record[:2], "big")
-        assert length <= self._mulpdu, "the ULPDU is longer than MULPDU"
-        assert len(record) == 2 + length + len(trailer(length))
+        """Fail unless this is one FPDU and not too long, or several where they may be joined."""
+        found = fpdus(record)
+        assert len(found) == 1 or self._joined
+        for fpdu in found:
+            length = int.from_bytes(fpdu[:2], "big")
+            assert length <= self._mulpdu, "the ULPDU is longer than MULPDU"
 
     def deliver(self, count: int) -> int:
         """Give the sink up to `count` bytes, as one read of its socket; gives how many."""
@@ -305,6 +338,7 @@ class Wire:
         self,
         *,
         crc: bool = False,
+        joined: bool = False,
         mulpdu: int = 1000,
         reads: int = 4,
         rtr: RTR = RTR.WRITE,
@@ -316,20 +350,22 @@ class Wire:
         self.server = End(2, recv_bound=recv_bound)
         self.reads = reads
         near, far = self.client.endpoint, self.server.endpoint
-        self.to_server = Pipe(near, far, crc=crc, mulpdu=mulpdu)
-        self.to_client = Pipe(far, near, crc=crc, mulpdu=mulpdu)
+        self.to_server = Pipe(near, far, crc=crc, joined=joined, mulpdu=mulpdu)
+        self.to_client = Pipe(far, near, crc=crc, joined=joined, mulpdu=mulpdu)
         self._random = random.Random(seed)
         self._sizes = itertools.cycle(sizes)
         self._steps = 0
         parameters = agreed(crc=crc, ird=reads, ord=reads, rtr=rtr)
-        far.start(parameters, initiator=False, mulpdu=mulpdu)
-        near.start(parameters, initiator=True, mulpdu=mulpdu)
+        far.start(parameters, initiator=False, mulpdu=mulpdu, joined=joined)
+        near.start(parameters, initiator=True, mulpdu=mulpdu, joined=joined)
 
     def step(self) -> int:
         """Let one side send or receive once; gives the bytes that moved."""
         pipes = [self.to_server, self.to_client]
         self._random.shuffle(pipes)
-        actions: list[Callable[[int], int]] = [action for pipe in pipes for action in (pipe.send, pipe.deliver)]
+        actions: list[Callable[[int], int]] = [
+            action for pipe in pipes for action in (pipe.send, pipe.deliver)
+        ]
         if self._random.random() < 0.5:
             actions.reverse()
         # A long program in small pieces would take for ever; its end comes in large ones.
@@ -338,7 +374,7 @@ class Wire:
         for action in actions:
             if moved := action(size):
                 for end in (self.client, self.server):
-                    assert len(end.endpoint.send_queue.outstanding) <= self.reads, "more READs than ORD"
+                    assert outstanding(end) <= self.reads, "more READs than ORD"
                 return moved
         return 0
 
@@ -361,7 +397,11 @@ def fpdu(ulpdu: bytes) -> bytes:
 
 def tagged(opcode: int, stag: int, to: int, payload: bytes = b"", *, control: int = ddp.TAGGED_LAST) -> bytes:
     """Make a tagged FPDU."""
-    return ddp.TAGGED_HEADER.pack(14 + len(payload), control | opcode, stag, to) + payload + trailer(14 + len(payload))
+    return (
+        ddp.TAGGED_HEADER.pack(14 + len(payload), control | opcode, stag, to)
+        + payload
+        + trailer(14 + len(payload))
+    )
 
 
 def untagged(
@@ -370,7 +410,11 @@ def untagged(
 ) -> bytes:  # fmt: skip
     """Make an untagged FPDU."""
     length = 18 + len(payload)
-    return ddp.UNTAGGED_HEADER.pack(length, control | opcode, invalidate, qn, msn, mo) + payload + trailer(length)
+    return (
+        ddp.UNTAGGED_HEADER.pack(length, control | opcode, invalidate, qn, msn, mo)
+        + payload
+        + trailer(length)
+    )
 
 
 def read_request(
@@ -389,11 +433,35 @@ def atomic_request(
     data: int = 1, mask: int = 0, compare: int = 0, compare_mask: int = ddp.MASK64, control: int = ddp.UNTAGGED_LAST,
 ) -> bytes:  # fmt: skip
     """Make an Atomic Request."""
-    words = [(operation, 4), (request, 4), (stag, 4), (to, 8), (data, 8), (mask, 8), (compare, 8), (compare_mask, 8)]
+    words = [
+        (operation, 4),
+        (request, 4),
+        (stag, 4),
+        (to, 8),
+        (data, 8),
+        (mask, 8),
+        (compare, 8),
+        (compare_mask, 8),
+    ]
     payload = b"".join(value.to_bytes(size, "big") for value, size in words)
     return untagged(ddp.OP_ATOMIC_REQUEST, payload, qn=qn, msn=msn, mo=mo, control=control)
 
 
-def as_bytes(*buffers: Buffer) -> bytes:
-    """Join buffers."""
-    return b"".join(map(bytes, buffers))
+def fpdus(data: bytes) -> list[bytes]:
+    """Cut bytes into FPDUs; fails unless they are whole."""
+    found = []
+    while data:
+        length = int.from_bytes(data[:2], "big")
+        size = 2 + length + len(trailer(length))
+        assert len(data) >= size, "not a whole FPDU"
+        found.append(data[:size])
+        data = data[size:]
+    return found
+
+
+def outstanding(end: End) -> int:
+    """Count READs and atomics without a response."""
+    return sum(
+        entry.wr.count - entry.start if isinstance(entry, ReadRun) else 1
+        for entry in end.endpoint.send_queue.outstanding
+    )

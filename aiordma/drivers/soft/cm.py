@@ -11,10 +11,15 @@ from collections.abc import Callable
 from typing import Final
 
 from aiordma.drivers.base import CMEvent, DriverQP
+from aiordma.drivers.soft.ddp import encode_terminate
 from aiordma.drivers.soft.link import Link
 from aiordma.drivers.soft.mpa import (
-    RTR,
     CRC32C_AVAILABLE,
+    INSUFFICIENT_IRD,
+    LOCAL_ERROR,
+    NO_COMMON_RTR,
+    NOT_NEGOTIATED,
+    Framer,
     Initiator,
     MPAConfig,
     Negotiated,
@@ -58,6 +63,7 @@ class SoftCMID:
         self._received = bytearray()
         self._initiator: Initiator | None = None
         self._responder: Responder | None = None
+        self._frame: StartupFrame | None = None
         self._revision = 2
         self._qp: SoftQP | None = None
         self._param = ConnParam()
@@ -237,7 +243,6 @@ class SoftCMID:
             ord=MAX_READS if depth is None else min(depth, MAX_READS),
             crc=param.crc,
             crc_available=CRC32C_AVAILABLE,
-            rtr=RTR.WRITE | RTR.READ,
             revision=self._revision,
         )
 
@@ -285,12 +290,14 @@ class SoftCMID:
 
     def _reply_readable(self) -> None:
         assert self._initiator is not None
+        reply = None
         try:
             reply = self._receive_frame(reply=True)
             if reply is None:
                 return
             agreed = self._initiator.complete(reply)
         except ProtocolError as error:
+            self._refuse_reply(reply, error)
             self._close_socket()
             self._emit(CMEventType.CONNECT_ERROR, status=-errno.EPROTO, reason=f"the MPA Reply is faulty: {error}")
         except OSError as error:
@@ -313,6 +320,13 @@ class SoftCMID:
                 private_data=agreed.private_data,
                 reason="the peer's program rejected the connection",
             )
+
+    def _refuse_reply(self, reply: StartupFrame | None, error: ProtocolError) -> None:
+        """Tell the peer by a Terminate why its Reply won't do, if it was a Reply (RFC 6581 section 6)."""
+        if reply is None or error.code not in (INSUFFICIENT_IRD, NO_COMMON_RTR):
+            return
+        framer = Framer(crc=self._param.crc or reply.crc, markers=reply.markers)
+        self._send_reply(b"".join(framer.frame([encode_terminate(error, b"")])))
 
     # -- the passive side -------------------------------------------------------------------------------------------
 
@@ -388,12 +402,19 @@ class SoftCMID:
             if frame is None:
                 return
             responder.request(frame)
-        except (ProtocolError, OSError):
+        except ProtocolError as error:
+            if error.code == LOCAL_ERROR:  # no CRC here: the peer may know
+                self._responder = responder
+                self.reject(str(error).encode())
+            self._not_arrived()
+            return
+        except OSError:
             self._not_arrived()
             return
         assert self._sock is not None
         self._stop_timer()
         self._responder = responder
+        self._frame = frame
         self._loop.remove_reader(self._sock.fileno())
         self._loop.call_soon(self._left_listener)
         self._emit_event(
@@ -402,18 +423,21 @@ class SoftCMID:
                 id=self,
                 listen_id=self._listener,
                 private_data=frame.private_data,
-                responder_resources=frame.ord,
-                initiator_depth=frame.ird,
+                # A peer that tells nothing is shown as 0, as siw does.
+                responder_resources=frame.ord if frame.ord != NOT_NEGOTIATED else 0,
+                initiator_depth=frame.ird if frame.ird != NOT_NEGOTIATED else 0,
             )
         )
 
     def accept(self, qp: DriverQP, param: ConnParam, private_data: bytes) -> None:
         """Send the Reply and enter full operation (rdma_accept)."""
         assert isinstance(qp, SoftQP)
-        assert self._responder is not None
+        assert self._frame is not None
         self._qp, self._param = qp, param
         config = self._config()
-        reply, agreed = self._responder.accept(private_data, config.ird, config.ord)
+        responder = Responder(config)
+        responder.request(self._frame)
+        reply, agreed = responder.accept(private_data, config.ird, config.ord)
         if self._send_reply(reply):
             self._establish(agreed, initiator=False)
         else:

@@ -473,7 +473,8 @@ class Endpoint:
 
     def _drop_sent_responses(self) -> None:
         """Forget the numbers of responses that left: done seldom, and many at once."""
-        sent = self.outbox.sent
+        # Of a run's responses, joined in one buffer, some are there before it has left as a whole.
+        sent = self.outbox.sent + self.outbox.partial
         self._responses = [number for number in self._responses if number > sent]
 
     def _check_request(self, qn: int, msn: int, mo: int) -> None:

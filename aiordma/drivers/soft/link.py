@@ -23,9 +23,9 @@ _LOOKAHEAD: Final = 2048
 LINGER: Final = 5.0
 #: Seconds between looks at a socket that may not be read because too many messages wait.
 _PEEK_INTERVAL: Final = 0.25
-#: Seconds from the first data after such a look to the next one, on loops that report a socket's error only once.
-_CHECK_INTERVAL: Final = 0.25
 _TCP_ESTABLISHED: Final = 1
+#: Seconds after a wake-up until the socket is looked at again, on a loop that may forget it.
+_CHECK_AFTER: Final = 0.25
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
@@ -70,7 +70,8 @@ class Link:
         self._shut = False
         self._fin = False
         self._timer: asyncio.TimerHandle | None = None
-        self._unchecked = not isinstance(loop, asyncio.SelectorEventLoop)
+        self._forgetful = not isinstance(loop, asyncio.SelectorEventLoop)
+        self._check: asyncio.TimerHandle | None = None
         self.error: OSError | None = None
 
     def start(self, initiator: bool, agreed: Negotiated, leftover: bytes) -> None:
@@ -128,20 +129,18 @@ class Link:
         if self._outbox.sent < self._outbox.queued:
             self.flush()
         self._on_progress()
-        if self._unchecked:
-            self._unchecked = False
-            self._loop.call_later(_CHECK_INTERVAL, self._check)
+        if self._forgetful and self._check is None and self._sock is not None:
+            self._check = self._loop.call_later(_CHECK_AFTER, self._check_again)
 
-    def _check(self) -> None:
-        """Look once more after data came: uvloop reports an error once, and the reader may have seen only the data.
+    def _check_again(self) -> None:
+        """Look once more after data came, though nothing called for it.
 
-        libuv stops polling a socket at POLLERR. If the peer's reset is there in the same round as its last data, the
+        libuv stops to poll a socket at POLLERR. If the peer's reset is there in the same round as its last data, the
         reader is called for both together and never again.
         """
-        if self._sock is not None:
-            self._unchecked = True
-            if self._reading:
-                self._readable()
+        self._check = None
+        if self._reading:
+            self._readable()
 
     def _placed(self, count: int) -> tuple[int, int]:
         """Note what went to the placement; gives the range of the staging buffer that holds what follows it."""
@@ -363,6 +362,9 @@ class Link:
         if sock is None:
             return
         self._cancel_timer()
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)

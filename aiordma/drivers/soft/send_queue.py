@@ -294,7 +294,7 @@ class SendQueue:
     def _read(self, wr: SendWR) -> bool:
         outstanding = self.outstanding
         if len(outstanding) + self._more >= self.initiator_depth:
-            return False
+            return self._wait_for_depth()
         sg_list = wr.sg_list
         if len(sg_list) == 1:
             sge = sg_list[0]
@@ -311,6 +311,12 @@ class SendQueue:
         self._request_msn = msn = self._request_msn + 1 & 0xFFFFFFFF
         self._put(_PACK_READ(46, _READ_CONTROL, 0, 1, msn, 0, stag, to, total, wr.rkey, wr.remote_addr))
         return True
+
+    def _wait_for_depth(self) -> bool:
+        """A READ or atomic has no place among the outstanding ones: it waits, unless there never is one."""
+        if not self.initiator_depth:
+            raise LocalFault(WCStatus.LOC_QP_OP_ERR)
+        return False
 
     def _read_run(self, run: RunWR) -> bool:
         free = self.initiator_depth - len(self.outstanding) - self._more
@@ -335,7 +341,7 @@ class SendQueue:
 
     def _atomic(self, wr: SendWR) -> bool:
         if len(self.outstanding) + self._more >= self.initiator_depth:
-            return False
+            return self._wait_for_depth()
         views = [self._local(self._pd, sge, _LOCAL_WRITE) for sge in wr.sg_list]
         if len(views) != 1 or len(views[0]) != 8:
             raise LocalFault(WCStatus.LOC_LEN_ERR)
