@@ -208,7 +208,10 @@ class CMID:
         for event in self._requests:
             event.id.destroy()
         self._requests.clear()
+        self.on_request = None
         self.driver.destroy()
+        if self._loop.is_closed():
+            return  # nobody can be told
         for future in (self._request_waiter, self._step):
             if future is not None and not future.done():
                 future.set_exception(ClosedError(f"{self!r} is closed"))

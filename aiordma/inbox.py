@@ -144,4 +144,5 @@ class Inbox:
     def end(self) -> None:
         """Nothing more comes; what came can still be received."""
         self._ended = True
-        self._wake()
+        if not self._loop.is_closed():
+            self._wake()

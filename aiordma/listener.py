@@ -369,7 +369,6 @@ class Server:
                 {
                     "message": f"the handler of {connection or request!r} failed",
                     "exception": error,
-                    "task": asyncio.current_task(),
                 }
             )
         finally:

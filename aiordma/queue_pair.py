@@ -196,6 +196,8 @@ class QueuePair:
         future = slot.future = self._create_future()
         if self._credits and not self._waiting:
             self._credits -= 1
+            if not self._credits:
+                slot.send_flags |= _SIGNALED  # else nothing would ever give the places back
             self._next_id = slot.wr_id = self._next_id + 2
             self._ledger.append(slot)
             try:
@@ -641,12 +643,19 @@ class QueuePair:
         """Destroy (ibv_destroy_qp); what is still posted ends as flushed. Idempotent."""
         if self.closed:
             return
-        self.fail(ClosedError("the queue pair is closed"))
-        self.to_error()
+        alive = not self._loop.is_closed()
+        if alive:
+            self.fail(ClosedError("the queue pair is closed"))
+            self.to_error()
         self.closed = True
         self.cq.qps.pop(self.qp_num, None)
         self.cq.release(self._entries)
         self.driver.close()
+        if not alive:  # nobody can be told
+            self._ledger.clear()
+            self._recv_ledger.clear()
+            self._waiting.clear()
+            return
         for slot in self._ledger:
             self._settle(slot, self._flushed_error(slot))
         for receive in self._recv_ledger:

@@ -100,7 +100,10 @@ async def test_connect_cancelled_during_tcp_connect() -> None:
             filler.connect_ex(("127.0.0.1", listener.port))
         task = asyncio.create_task(_connect(listener.port))
         for _ in range(10):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # the look-up of the host takes a thread
+        (cm_id,) = loop_state()._channels["soft"].ids  # type: ignore[attr-defined]
+        assert cm_id._sock is not None
+        assert cm_id._timer is None  # it would run if TCP were connected
         await _ended(task)
         assert _nothing_open()
         for filler in fillers:

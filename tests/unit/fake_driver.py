@@ -4,13 +4,16 @@ It does what verbs promise and nothing beyond: completions come in order, an uns
 pair to error and flushes what is behind it, unsignalled requests complete silently if they succeed.
 """
 
+# ruff: noqa: ARG002 - arguments that the seam prescribes
+
 from __future__ import annotations
 
 import asyncio
 import errno
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
@@ -194,7 +197,7 @@ class FakeContext:
 
     name = "fake"
 
-    def __init__(self, **capabilities: int) -> None:
+    def __init__(self, **capabilities: Any) -> None:
         self.capabilities: Capabilities = attrs.evolve(CAPABILITIES, **capabilities)
         self.cqs: list[FakeCQ] = []
         self.qps: list[FakeQP] = []
@@ -246,7 +249,7 @@ class Rig:
         pd: a protection domain to register memory with.
     """
 
-    def __init__(self, *, max_send_wr: int = 4, recv_depth: int = 4, **capabilities: int) -> None:
+    def __init__(self, *, max_send_wr: int = 4, recv_depth: int = 4, **capabilities: Any) -> None:
         self.loop = asyncio.get_running_loop()
         self.fake = FakeContext(**capabilities)
         self.context = Context(self.fake, self.loop)
@@ -293,6 +296,16 @@ class Rig:
         self.qp.close()
         self.pd.close()
         self.context.close()
+
+
+@asynccontextmanager
+async def rig(**how: Any) -> AsyncIterator[Rig]:
+    """Make a queue pair, and close it at the end."""
+    made = Rig(**how)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def state(future: asyncio.Future[Any]) -> str:

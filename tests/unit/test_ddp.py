@@ -29,6 +29,7 @@ TERMINATE = bytes.fromhex(
 
 
 def started(*, initiator: bool = True) -> End:
+    """Make an endpoint in full operation."""
     end = End()
     end.endpoint.start(agreed(), initiator=initiator, mulpdu=1428)
     return end
@@ -94,7 +95,7 @@ def test_captured_write() -> None:
 
 
 def test_captured_terminate() -> None:
-    """siw's Terminate for a WRITE to an unknown STag is read: DDP, tagged, invalid STag."""
+    """Siw's Terminate for a WRITE to an unknown STag is read: DDP, tagged, invalid STag."""
     assert decode_terminate(TERMINATE[20:-4]) == Terminate(1, 1, 0, refused_request=False, msn=0)
     end = started()
     end.feed(TERMINATE)
@@ -115,7 +116,7 @@ def test_captured_terminate() -> None:
     ],
 )
 def test_terminate_of_siw(payload: str, expected: tuple[int, int, int]) -> None:
-    """siw's own encoding, nibbles swapped and flags at the other end of the byte, is understood."""
+    """Siw's own encoding, nibbles swapped and flags at the other end of the byte, is understood."""
     data = bytes.fromhex(payload)
     if data[2]:
         data += bytes.fromhex("0040 4141 00000000 00000001 00000009 00000000") + bytes(28)
@@ -125,7 +126,7 @@ def test_terminate_of_siw(payload: str, expected: tuple[int, int, int]) -> None:
 
 
 def test_terminate_of_the_handshake() -> None:
-    """As the first FPDU, 2/0/6 is about our Reply; later the same bytes are siw's for an unexpected opcode."""
+    """As the first FPDU 2/0/6 is about our Reply; later it is siw's for an unexpected opcode."""
     payload = bytes.fromhex("20060000")
     assert decode_terminate(payload, first=True)[:3] == (2, 0, 6)
     for initiator, reason in ((False, "insufficient IRD"), (True, "unexpected opcode")):

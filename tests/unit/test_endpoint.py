@@ -1,4 +1,4 @@
-"""An endpoint from start to end: who may send when, sequence numbers, the peer's Terminate, the stream's end."""
+"""An endpoint from start to end: who may send when, sequence numbers, ORD, Terminate, the stream's end."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ def test_rtr_send_counts_as_a_message() -> None:
     assert end.endpoint.state is QPState.RTS
 
 
-@pytest.mark.parametrize(("header", "code"), [({"msn": 7}, 3), ({"qn": 1}, 1), ({"mo": 4}, 4)])
-def test_rtr_send_is_checked(header: dict[str, int], code: int) -> None:
+@pytest.mark.parametrize(("qn", "msn", "mo", "code"), [(0, 7, 0, 3), (1, 1, 0, 1), (0, 1, 4, 4)])
+def test_rtr_send_is_checked(qn: int, msn: int, mo: int, code: int) -> None:
     """The Send RTR's header is checked as that of any Send."""
     end = started(initiator=False, rtr=RTR.SEND)
-    end.feed(untagged(ddp.OP_SEND, **header))
+    end.feed(untagged(ddp.OP_SEND, qn=qn, msn=msn, mo=mo))
     assert end.terminated() == Terminated(1, 2, code)
 
 
@@ -383,7 +383,7 @@ def test_terminate_of_a_write() -> None:
 
 
 def test_terminate_of_siw() -> None:
-    """siw quotes a Read Request with its size where the sequence number is: the oldest READ is taken."""
+    """Siw quotes a Read Request with its size where the sequence number is: the oldest READ is taken."""
     end = started()
     first, second = end.post(Opcode.RDMA_READ), end.post(Opcode.RDMA_READ)
     request = untagged(ddp.OP_READ_REQUEST, bytes(28), qn=1, msn=4096)[:48]

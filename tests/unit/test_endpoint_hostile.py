@@ -15,6 +15,7 @@ from aiordma.drivers.soft.send_queue import COPY_LIMIT
 from aiordma.drivers.soft.stag import Region
 from aiordma.enums import Access, Opcode, QPState
 from tests.unit.wire import (
+    NO_RTR,
     End,
     Memory,
     Pipe,
@@ -40,7 +41,7 @@ BIG = COPY_LIMIT + 1000
 class Victim:
     """An endpoint with a READ and an atomic outstanding, receives posted, and memory to attack."""
 
-    def __init__(self, *, crc: bool = False, initiator: bool = True, rtr: RTR = RTR(0)) -> None:
+    def __init__(self, *, crc: bool = False, initiator: bool = True, rtr: RTR = NO_RTR) -> None:
         self.end = end = End()
         self.open = end.memory(2 * BIG, addr=0x10_0000)
         self.readable = end.memory(b"secret" * 10, Access.REMOTE_READ, addr=0x20_0000)
@@ -96,8 +97,8 @@ TAGGED = [*PREFIX, Field(4, 4), Field(8, 8)]
 UNTAGGED = [*PREFIX, Field(4, 4), Field(8, 4), Field(12, 4), Field(16, 4)]
 REQUEST = [*UNTAGGED, Field(20, 4), Field(24, 8), Field(32, 4), Field(36, 4), Field(40, 8)]
 ATOMIC = [
-    *UNTAGGED, Field(20, 4), Field(24, 4), Field(28, 4), Field(32, 8), Field(40, 8), Field(48, 8), Field(56, 8),
-    Field(64, 8),
+    *UNTAGGED, Field(20, 4), Field(24, 4), Field(28, 4), Field(32, 8), Field(40, 8), Field(48, 8),
+    Field(56, 8), Field(64, 8),
 ]  # fmt: skip
 TERMINATE = [
     *UNTAGGED,
@@ -176,6 +177,7 @@ def test_extremes(index: int, field: int, value: str | int, split: list[int], cr
     The outcome doesn't depend on how the bytes are split.
     """
     outcomes = []
+    complete = False
     for sizes in ([1 << 20], split):
         victim = Victim(crc=crc)
         records = valid(victim)

@@ -24,7 +24,8 @@ TARGET = 320 * 1024
 _U64 = struct.Struct("=Q")
 
 KINDS = (
-    "write", "write", "write_imm", "send", "send", "send_se", "send_inv", "read", "read", "fetch_add", "compare_swap",
+    "write", "write", "write_imm", "send", "send", "send_se", "send_inv", "read", "read", "fetch_add",
+    "compare_swap",
     "local_inv", "receive", "receive", "read_run", "read_run", "write_run", "reads",
 )  # fmt: skip
 

@@ -165,14 +165,10 @@ def test_too_long(size: int, room: int, kept: bool, segments: int, split: int) -
         last = start + step >= size
         control = ddp.UNTAGGED_LAST if last else ddp.UNTAGGED
         stream += untagged(ddp.OP_SEND, data[start : min(size, start + step)], mo=start, control=control)
-    if not kept:
-        first = end.receive(inbox.sge())
-        second = end.receive()
+    receives = [] if kept else [end.receive(inbox.sge()), end.receive()]
     pieces = [stream[start : start + split] for start in range(0, len(stream), split)]
     deliver(end, pieces)
-    if kept:
-        first = end.receive(inbox.sge())
-        second = end.receive()
+    first, second = receives or [end.receive(inbox.sge()), end.receive()]
     completions = end.received()
     if size <= room:
         assert [c[:4] for c in completions] == [(first.wr_id, 0, WCOpcode.RECV, size)]

@@ -1,4 +1,5 @@
 """What a peer breaks, and the Terminate that answers it: layer, type and code as the RFCs name them."""
+# ruff: noqa: ARG005 - each case is given its target
 
 from __future__ import annotations
 
@@ -149,9 +150,7 @@ def test_code(name: str) -> None:
     assert target.end.terminated() == Terminated(*expected)
     assert [event for event, _ in target.end.reports] == [AsyncEventType.QP_ACCESS_ERR]
     after = [memory.content for memory in target.memories]
-    if name.startswith("send: ") or name.startswith(
-        "immediate"
-    ):  # may have reached its receive, nothing else
+    if name.startswith(("send: ", "immediate")):  # may have reached its receive, nothing else
         before[-1] = after[-1]
     if name == "atomic: the fifth of four":
         before[0] = ddp.NATIVE_U64.pack(4) + before[0][8:]

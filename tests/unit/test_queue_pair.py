@@ -1,35 +1,16 @@
-"""The ledger of a queue pair on a device that the test scripts: order, credits, waiting, references."""
+"""The ledger of a queue pair on a device that the test scripts: order, credits, waiting, batches."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
-import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from aiordma.enums import Opcode, QPState, SendFlags, WCOpcode, WCStatus
-from aiordma.errors import DeviceError
-from aiordma.memory import MemoryRegion
-from aiordma.queue_pair import RecvSlot
-from tests.unit.fake_driver import FakeQP, Rig, state
+from aiordma.enums import Opcode, SendFlags, WCStatus
+from tests.unit.fake_driver import FakeQP, rig, state
 
 
-@asynccontextmanager
-async def rig(*, max_send_wr: int = 4, **more: Any) -> AsyncIterator[Rig]:
-    """Make a queue pair, and close it at the end."""
-    made = Rig(max_send_wr=max_send_wr, **more)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def posted(device: FakeQP) -> list[int]:
+def _posted(device: FakeQP) -> list[int]:
     return [wr.wr_id for wr in device.sends]
 
 
@@ -102,7 +83,7 @@ async def test_numbers_are_never_used_twice() -> None:
             r.post()
             r.batch(2)
             r.qp.post_recv(())
-            seen += posted(r.device) + [wr.wr_id for wr in r.device.recvs]
+            seen += _posted(r.device) + [wr.wr_id for wr in r.device.recvs]
             r.complete(3)
             r.device.receive()
             r.cq.ring()
@@ -212,7 +193,7 @@ async def test_a_request_that_waits_is_withdrawn_by_cancelling() -> None:
         memory = r.memory()
         first, second, third = r.post(), r.post(memory), r.post()
         second.cancel()
-        assert await asyncio.wait_for(memory.idle(), 5) is None
+        await asyncio.wait_for(memory.idle(), 5)
         r.complete()
         assert [wr.sg_list for wr in r.device.sends] == [()]
         r.complete()
@@ -248,7 +229,6 @@ async def test_completed_and_cancelled_in_one_turn() -> None:
         await again
 
 
-@pytest.mark.xfail(strict=True, reason="post_send leaves the last place's request unsignalled")
 async def test_a_full_queue_of_unsignalled_requests_goes_on() -> None:
     """Unsignalled requests that fill the queue don't block it: one of them always says that it is done."""
     async with rig(max_send_wr=4) as r:
@@ -352,268 +332,3 @@ async def test_a_cancelled_batch_that_waits_keeps_its_memory() -> None:
         assert len(r.device.sends) == 1
         r.complete()
         await asyncio.wait_for(idle, 5)
-
-
-# -- reads that are collected --------------------------------------------------------------------------------
-
-
-async def test_alike_reads_are_collected() -> None:
-    """The first READ of a turn goes at once, those behind it as one run, each with its future."""
-    async with rig(max_send_wr=40) as r:
-        memory = r.memory()
-        futures = [r.qp.post_read(memory[8 * n : 8 * n + 8], 100 + n, 7) for n in range(6)]
-        assert r.device.posts == [1]
-        await asyncio.sleep(0)
-        assert r.device.posts == [1, 5]
-        assert [wr.remote_addr for wr in r.device.sends] == list(range(100, 106))
-        assert [wr.sg_list[0].addr for wr in r.device.sends] == [memory.addr + 8 * n for n in range(6)]
-        r.complete(6)
-        assert [state(f) for f in futures] == ["done"] * 6
-        assert r.qp.in_flight == 0
-
-
-async def test_order_of_collected_reads() -> None:
-    """What is posted behind collected READs reaches the device behind them."""
-    async with rig(max_send_wr=40) as r:
-        memory = r.memory()
-        for n in range(4):
-            r.qp.post_read(memory[:8], n, 7)
-        r.post(memory[:1])
-        r.qp.post_read(memory[:8], 9, 7)
-        r.qp.post_read(memory[:8], 10, 7)
-        r.batch(1)
-        opcodes = [wr.opcode for wr in r.device.sends]
-        assert opcodes == [Opcode.RDMA_READ] * 4 + [Opcode.SEND] + [Opcode.RDMA_READ] * 2 + [
-            Opcode.RDMA_WRITE
-        ]
-        r.complete(8)
-
-
-async def test_unlike_reads_are_not_one_run() -> None:
-    """READs of another size or key begin another run; the order stays, and each future gets its own."""
-    async with rig(max_send_wr=40) as r:
-        memory, other = r.memory(), r.memory()
-        pieces = [memory[:8]] * 4 + [memory[:4]] * 4 + [other[:4]] * 4 + [memory[:8]]
-        futures = [r.qp.post_read(piece, n, n // 9) for n, piece in enumerate(pieces)]
-        await asyncio.sleep(0)
-        assert [wr.sg_list[0].length for wr in r.device.sends] == [len(piece) for piece in pieces]
-        assert [wr.remote_addr for wr in r.device.sends] == list(range(13))
-        assert [wr.rkey for wr in r.device.sends] == [n // 9 for n in range(13)]
-        for done in range(13):
-            r.complete()
-            assert state(futures[done]) in ("done", "pending")
-        assert [state(f) for f in futures] == ["done"] * 13
-
-
-async def test_more_reads_than_places() -> None:
-    """Collected READs keep within the queue's places; the others wait, and all are done in the end."""
-    async with rig(max_send_wr=8) as r:
-        memory = r.memory()
-        futures = [r.qp.post_read(memory[:8], n, 7) for n in range(50)]
-        order = []
-        for _ in range(200):
-            await asyncio.sleep(0)
-            if r.device.sends:
-                order.append(r.device.sends[0].remote_addr)
-                r.complete()
-        assert order == list(range(50))
-        assert [state(f) for f in futures] == ["done"] * 50
-
-
-async def test_a_run_that_fails() -> None:
-    """The READ of a run that failed has its error, those before it succeeded, those behind it are flushed."""
-    async with rig(max_send_wr=40) as r:
-        memory = r.memory()
-        futures = [r.qp.post_read(memory[:8], n, 7) for n in range(8)]
-        await asyncio.sleep(0)
-        r.complete(4, WCStatus.REM_ACCESS_ERR)
-        assert [state(f) for f in futures] == ["done"] * 3 + ["RemoteError"] + ["FlushedError"] * 4
-        assert r.qp.in_flight == 0
-
-
-@pytest.mark.parametrize("index", [0, 1, 2, 4])
-async def test_a_run_that_is_refused_in_part(index: int) -> None:
-    """Of a run that the device takes in part, the part taken goes on and the rest has the reason."""
-    async with rig(max_send_wr=8) as r:
-        memory = r.memory()
-        futures = [r.qp.post_read(memory[:8], n, 7) for n in range(6)]
-        r.device.refuse.append(index)
-        await asyncio.sleep(0)
-        while r.device.sends:
-            r.complete(len(r.device.sends))
-        assert [state(f) for f in futures] == ["done"] * (1 + index) + ["PostError"] * (5 - index)
-        assert r.qp.in_flight == 0
-        r.device.posts.clear()
-        for _ in range(8):
-            r.post()
-        assert r.device.posts == [1] * 8
-        r.complete(8)
-
-
-async def test_looking_posts_nothing() -> None:
-    """Looking at a queue pair in a debugger doesn't change what it does."""
-    async with rig(max_send_wr=40) as r:
-        memory = r.memory()
-        for n in range(4):
-            r.qp.post_read(memory[:8], n, 7)
-        assert "in flight 2" in repr(r.qp)  # the first, and the run that is collected
-        assert r.device.posts == [1]
-        await asyncio.sleep(0)
-        r.complete(4)
-
-
-async def test_idle_counts_collected_reads() -> None:
-    """Memory of a READ that is collected is named, until that is done."""
-    async with rig(max_send_wr=40) as r:
-        memory = r.memory()
-        for n in range(4):
-            r.qp.post_read(memory[8 * n : 8 * n + 8], n, 7)
-        idle = asyncio.ensure_future(memory[24:32].idle())
-        await asyncio.sleep(0)
-        r.complete(3)
-        await asyncio.sleep(0)
-        assert not idle.done()
-        r.complete()
-        await asyncio.wait_for(idle, 5)
-
-
-# -- receives ------------------------------------------------------------------------------------------------
-
-
-async def test_receives_complete_in_order() -> None:
-    """A receive's future gives its completion, in the order of the posts."""
-    async with rig() as r:
-        first, second = r.qp.post_recv(()), r.qp.post_recv(())
-        r.device.receive(5, imm_data=9)
-        r.cq.ring()
-        completion = await first
-        assert (completion[2], completion[3], completion[5]) == (WCOpcode.RECV, 5, 9)
-        assert state(second) == "pending"
-
-
-async def test_slots_of_receives() -> None:
-    """Receives without futures are handed to on_receive, and can be posted again."""
-    async with rig() as r:
-        got: list[tuple[RecvSlot, int]] = []
-        r.qp.on_receive = lambda slot, completion: got.append((slot, completion[3]))
-        slot = RecvSlot(())
-        for size in (1, 2, 3):
-            r.qp.post_recv_slots((slot,))
-            r.device.receive(size)
-            r.cq.ring()
-        assert got == [(slot, 1), (slot, 2), (slot, 3)]
-
-
-async def test_a_cancelled_receive_stays() -> None:
-    """A cancelled receive stays posted, takes its message, and the next one takes the next."""
-    async with rig() as r:
-        first, second = r.qp.post_recv(()), r.qp.post_recv(())
-        first.cancel()
-        for size in (1, 2):
-            r.device.receive(size)
-        r.cq.ring()
-        assert (await second)[3] == 2
-
-
-@pytest.mark.parametrize("taken", [0, 1, 2])
-async def test_a_refused_receive(taken: int) -> None:
-    """A list of receives refused in part raises; those that were taken complete as ever."""
-    async with rig() as r:
-        got: list[RecvSlot] = []
-        r.qp.on_receive = lambda slot, completion: got.append(slot)
-        slots = [RecvSlot(()) for _ in range(3)]
-        r.device.refuse_recv.append(taken)
-        with pytest.raises(DeviceError, match="ibv_post_recv"):
-            r.qp.post_recv_slots(slots)
-        late = RecvSlot(())
-        r.qp.post_recv_slots((late,))
-        while r.device.recvs:
-            r.device.receive()
-        r.cq.ring()
-        assert got == [*slots[:taken], late]
-
-
-async def test_messages_that_waited_come_with_the_next_turn() -> None:
-    """A message that waited for its receive is handed over in the loop's next turn, not within the post."""
-    async with rig() as r:
-        got: list[int] = []
-        r.qp.on_receive = lambda slot, completion: got.append(completion[3])
-        r.device.state = QPState.ERR
-        r.qp.post_recv_slots((RecvSlot(()),))
-        assert not got
-        await asyncio.sleep(0)
-        assert got == [0]
-
-
-# -- references ----------------------------------------------------------------------------------------------
-
-
-async def test_memory_is_kept_until_completion() -> None:
-    """A request's memory is referenced until it completes, though nobody else has it, and not beyond."""
-    async with rig() as r:
-        memory: MemoryRegion | None = r.memory()
-        ref = weakref.ref(memory)
-        for future in (r.post(memory), r.qp.post_recv((memory,))):
-            future.cancel()
-            del future
-        del memory
-        gc.collect()
-        assert ref() is not None
-        r.complete()
-        gc.collect()
-        assert ref() is not None
-        r.device.receive()
-        r.cq.ring()
-        await asyncio.sleep(0)
-        gc.collect()
-        assert ref() is None
-
-
-@pytest.mark.parametrize("how", ["batch", "waiting", "refused", "withdrawn", "run", "flushed", "closed"])
-async def test_nothing_refers_to_memory_afterwards(how: str) -> None:
-    """However a request ends, nothing keeps its memory or its data."""
-    async with rig(max_send_wr=2) as r:
-        memory: MemoryRegion | None = r.memory()
-        ref = weakref.ref(memory)
-        data = b"data" * 10
-        before = sys.getrefcount(data)
-        others = [r.post(), r.post()] if how in ("waiting", "withdrawn") else []
-        if how == "refused":
-            r.device.refuse.append(0)
-        if how == "run":
-            futures = [r.qp.post_read(memory[:8], n, 7) for n in range(2)]
-        elif how == "batch":
-            slots = [r.qp.slot(Opcode.RDMA_WRITE, (memory,), 0, 0, data, 0) for _ in range(2)]
-            futures = [r.qp.post_list(slots, [])]
-            del slots
-        else:
-            futures = [r.qp.post_send(Opcode.RDMA_WRITE, (memory,), inline_data=data)]
-        await asyncio.sleep(0)
-        if how == "withdrawn":
-            futures[0].cancel()
-        if how == "flushed":
-            r.device.to_error()
-            r.cq.ring()
-        elif how == "closed":
-            r.device.flush_now = False
-            r.qp.close()
-        while r.device.sends:
-            r.complete(len(r.device.sends))
-        for future in (*futures, *others):
-            assert state(future) != "pending"
-        del memory, futures, others, future
-        await asyncio.sleep(0)
-        gc.collect()
-        assert ref() is None
-        assert sys.getrefcount(data) == before
-
-
-async def test_used_slots_are_used_again() -> None:
-    """A steady load makes no new slot objects."""
-    async with rig(max_send_wr=4) as r:
-        seen = set()
-        for _ in range(50):
-            r.post()
-            seen.add(id(r.device.sends[0]))
-            r.complete()
-        assert len(seen) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,18 +13,7 @@ from aiordma.enums import AsyncEventType, Opcode, QPState, SendFlags, WCStatus
 from aiordma.errors import BrokenError, ClosedError, FlushedError, LocalError, RemoteError
 from aiordma.queue_pair import RecvSlot
 from tests.conftest import LoopErrors
-from tests.unit.fake_driver import Rig, state
-
-
-@asynccontextmanager
-async def rig(*, max_send_wr: int = 4, **more: Any) -> AsyncIterator[Rig]:
-    """Make a queue pair, and close it at the end."""
-    made = Rig(max_send_wr=max_send_wr, **more)
-    try:
-        yield made
-    finally:
-        made.close()
-
+from tests.unit.fake_driver import rig, state
 
 # -- a post that is refused ----------------------------------------------------------------------------------
 
@@ -145,7 +132,7 @@ async def test_a_refused_batch_that_goes_in_parts() -> None:
 
 
 async def test_first_failure_and_flushes() -> None:
-    """One request fails with its status; those behind it are flushed, each by an own error with that cause."""
+    """One request fails with its status; those behind it are flushed, with that cause."""
     async with rig(max_send_wr=3) as r:
         r.qp.peer = ("10.0.0.5", 7471)
         futures = [r.post() for _ in range(3)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -14,29 +13,19 @@ from aiordma.device import Context
 from aiordma.enums import Opcode, WCStatus
 from aiordma.errors import BrokenError, ClosedError
 from aiordma.types import ConnParam
-from tests.unit.fake_driver import FakeContext, Rig, state
+from tests.unit.fake_driver import FakeContext, rig, state
 
 
-@asynccontextmanager
-async def rig(*, max_send_wr: int = 1, **more: Any) -> AsyncIterator[Rig]:
-    """Make a queue pair, and close it at the end."""
-    made = Rig(max_send_wr=max_send_wr, **more)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-async def started(qp_drain: Any) -> asyncio.Task[None]:
+async def started(qp_drain: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Start to drain, and let it get as far as it can."""
-    task = asyncio.ensure_future(qp_drain)
+    task = asyncio.create_task(qp_drain)
     await asyncio.sleep(0)
     return task
 
 
 async def test_bytes_that_wait() -> None:
     """Requests that wait count with their bytes, inline or in memory; posted ones don't."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.post(r.memory(1000))
         assert r.qp.get_write_buffer_size() == 0
         r.post(r.memory(100))
@@ -52,7 +41,7 @@ async def test_bytes_that_wait() -> None:
 
 async def test_drain_returns_at_once_below_the_limit() -> None:
     """drain() doesn't wait while no more than the high limit waits."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(high=100, low=50)
         r.post()
         r.post(r.memory(100))
@@ -63,7 +52,7 @@ async def test_drain_returns_at_once_below_the_limit() -> None:
 
 async def test_drain_waits_from_high_to_low() -> None:
     """Above the high limit drain() waits until the low one is reached."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(high=100, low=50)
         for _ in range(4):
             r.post(r.memory(40))
@@ -95,7 +84,7 @@ async def test_drain_counts_requests_too() -> None:
 
 async def test_all_drainers_wake() -> None:
     """Several tasks can wait; a cancelled one doesn't disturb the others."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(high=0)
         r.post()
         r.post(r.memory(1))
@@ -109,7 +98,7 @@ async def test_all_drainers_wake() -> None:
 @pytest.mark.parametrize("how", ["fails", "closes"])
 async def test_drain_raises_at_the_end(how: str) -> None:
     """drain() raises the connection's error when that ends while it waits, and from then on."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(high=0)
         futures = [r.post(), r.post(r.memory(1))]
         draining = await started(r.qp.drain())
@@ -129,7 +118,7 @@ async def test_drain_raises_at_the_end(how: str) -> None:
 
 async def test_withdrawn_requests_release_drain() -> None:
     """Cancelling what waits counts as progress as soon as the device makes any."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(high=10)
         r.post()
         waiting = [r.post(r.memory(20)) for _ in range(5)]
@@ -153,7 +142,7 @@ async def test_withdrawn_requests_release_drain() -> None:
 )
 async def test_limits(given: tuple[int | None, int | None], high: int, low: int) -> None:
     """Limits default to each other as asyncio's do."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(*given)
         assert (r.qp._high_bytes, r.qp._low_bytes) == (high, low)
 
@@ -161,7 +150,7 @@ async def test_limits(given: tuple[int | None, int | None], high: int, low: int)
 @pytest.mark.parametrize("given", [(1, 2), (-1, None), (5, -1)])
 async def test_wrong_limits(given: tuple[int, int | None]) -> None:
     """Low above high, or below 0, is refused, and changes nothing."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         with pytest.raises(ValueError, match="must be at least"):
             r.qp.set_write_buffer_limits(*given)
         assert r.qp._high_bytes == 65536
@@ -169,7 +158,7 @@ async def test_wrong_limits(given: tuple[int, int | None]) -> None:
 
 async def test_raised_limits_release_drain() -> None:
     """Raising the limits over what waits wakes drain()."""
-    async with rig() as r:
+    async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(high=0)
         r.post()
         r.post(r.memory(10))
@@ -212,7 +201,7 @@ async def test_budget_of_a_callback() -> None:
         r.cq.ring()
         done = sum(f.done() for f in futures)
         assert 0 < done < 1000
-        turns = []
+        turns: list[int] = []
         r.loop.call_soon(turns.append, 1)
         await asyncio.sleep(0)
         assert turns

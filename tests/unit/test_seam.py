@@ -87,14 +87,15 @@ async def test_attributes_of_the_soft_device() -> None:
     loop = asyncio.get_running_loop()
     driver = SoftDriver()
     context = driver.open("soft", loop)
-    channel = driver.create_cm_channel(loop, lambda event: None)
+    channel = driver.create_cm_channel(loop, print)
     cm_id = channel.create_id()
     pd = context.alloc_pd()
     cq = context.create_cq(10, lambda: None)
     qp = context.create_qp(pd, cq, cq, max_send_wr=1, max_recv_wr=1, max_sge=1)
     mr = pd.reg_mr(bytearray(8), 0x1000, 8, 1)
     objects: dict[type, Any] = {
-        base.Driver: driver, base.DriverContext: context, base.DriverPD: pd, base.DriverMR: mr, base.DriverCQ: cq,
+        base.Driver: driver, base.DriverContext: context, base.DriverPD: pd, base.DriverMR: mr,
+        base.DriverCQ: cq,
         base.DriverQP: qp, base.DriverCMChannel: channel, base.DriverCMID: cm_id,
     }  # fmt: skip
     assert set(objects) == set(PROTOCOLS)

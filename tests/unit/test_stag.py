@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -20,11 +22,11 @@ ADDR = 0x1000
 ALL = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 
 
-def region(table: StagTable, size: int = 16, access: int = ALL, pd: object = PD) -> Region:
+def _region(table: StagTable, size: int = 16, access: int = ALL, pd: object = PD) -> Region:
     return Region(table, pd, bytearray(size), ADDR, size, access)
 
 
-def code(error: ProtocolError) -> tuple[int, int, int]:
+def _code(error: ProtocolError) -> tuple[int, int, int]:
     return error.layer, error.etype, error.code
 
 
@@ -36,34 +38,34 @@ def test_keys_are_unpredictable() -> None:
     keys = []
     for _ in range(2):
         table = StagTable()
-        keys += [region(table).rkey for _ in range(500)]
+        keys += [_region(table).rkey for _ in range(500)]
     assert 0 not in keys
     assert len(set(keys)) > 990
-    steps = {b - a for a, b in zip(keys, keys[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(keys)}
     assert len(steps) > 900
 
 
 def test_a_taken_key_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random key that is 0 or in use is drawn again."""
     drawn = iter([5, 0, 5, 6])
-    monkeypatch.setattr("secrets.randbits", lambda bits: next(drawn))
+    monkeypatch.setattr("secrets.randbits", lambda _: next(drawn))
     table = StagTable()
-    assert [region(table).rkey, region(table).rkey] == [5, 6]
+    assert [_region(table).rkey, _region(table).rkey] == [5, 6]
 
 
 def test_one_key_is_local_and_remote() -> None:
     """An STag serves as both keys."""
-    made = region(StagTable())
+    made = _region(StagTable())
     assert made.lkey == made.rkey
 
 
 def test_close() -> None:
     """A deregistered key is unknown at once; closing twice leaves a later region of that key alone."""
     table = StagTable()
-    first = region(table)
+    first = _region(table)
     first.close()
     assert not first.registered
-    other = region(table)
+    other = _region(table)
     table.regions[first.rkey] = other
     other.rkey = first.rkey
     first.close()
@@ -81,7 +83,7 @@ def test_close() -> None:
 def test_local_bounds(start: int, length: int, fits: bool) -> None:
     """An element of this side's own must lie in its region."""
     table = StagTable()
-    made = region(table)
+    made = _region(table)
     sge = SGE(ADDR + start, length, made.lkey)
     if fits:
         assert len(table.local(PD, sge)) == length
@@ -95,7 +97,7 @@ def test_local_bounds(start: int, length: int, fits: bool) -> None:
 def test_local_rights(access: int) -> None:
     """Local reading needs no right, local writing LOCAL_WRITE."""
     table = StagTable()
-    made = region(table, access=access)
+    made = _region(table, access=access)
     sge = SGE(ADDR, 16, made.lkey)
     assert len(table.local(PD, sge)) == 16
     if access & Access.LOCAL_WRITE:
@@ -109,7 +111,7 @@ def test_local_rights(access: int) -> None:
 def test_local_keys(key: str) -> None:
     """An unknown key or another domain's is refused, but for an element of nothing."""
     table = StagTable()
-    lkey = region(table, pd=object()).lkey if key == "foreign" else 12345
+    lkey = _region(table, pd=object()).lkey if key == "foreign" else 12345
     with pytest.raises(LocalFault):
         table.local(PD, SGE(ADDR, 1, lkey))
     empty = table.local(PD, SGE(ADDR, 0, lkey), Access.LOCAL_WRITE)
@@ -132,14 +134,14 @@ def test_memory_of_nothing_can_be_written(size: int) -> None:
 def test_remote_bounds(start: int, length: int, size: int) -> None:
     """A remote access is in bounds in whole, or refused."""
     table = StagTable()
-    made = region(table, size)
+    made = _region(table, size)
     inside = start >= 0 and start + length <= size
     for check in (table.write_target, table.read_source):
         try:
             check(PD, made.rkey, ADDR + start, length)
         except ProtocolError as error:
             assert not inside
-            assert code(error)[1:] == (1, 1)
+            assert _code(error)[1:] == (1, 1)
         else:
             assert inside
 
@@ -152,8 +154,8 @@ def test_remote_bounds(start: int, length: int, size: int) -> None:
 def test_remote_rights(access: int, allowed: str) -> None:
     """Each kind of remote access has a right of its own."""
     table = StagTable()
-    made = region(table, access=access)
-    attempts = {
+    made = _region(table, access=access)
+    attempts: dict[str, Callable[[], object]] = {
         "w": lambda: table.write_target(PD, made.rkey, ADDR, 1),
         "r": lambda: table.read_source(PD, made.rkey, ADDR, 1),
         "a": lambda: table.atomic(PD, ddp.FETCH_ADD, made.rkey, ADDR, 0, 0, 0, 0),
@@ -164,18 +166,18 @@ def test_remote_rights(access: int, allowed: str) -> None:
         else:
             with pytest.raises(ProtocolError) as caught:
                 attempt()
-            assert code(caught.value) == (0, 1, 2)
+            assert _code(caught.value) == (0, 1, 2)
 
 
 def test_invalidate() -> None:
     """A peer can invalidate a region of its own domain, once."""
     table = StagTable()
-    made, foreign = region(table), region(table, pd=object())
+    made, foreign = _region(table), _region(table, pd=object())
     table.invalidate(PD, made.rkey)
     for key in (made.rkey, foreign.rkey):
         with pytest.raises(ProtocolError) as caught:
             table.invalidate(PD, key)
-        assert code(caught.value) == (0, 1, 9)
+        assert _code(caught.value) == (0, 1, 9)
     assert foreign.registered
 
 
@@ -239,4 +241,4 @@ def test_unknown_atomics(opcode: int) -> None:
     """An operation that RFC 7306 doesn't define changes nothing."""
     with pytest.raises(ProtocolError) as caught:
         execute(1, opcode, 2, 0, 1, ddp.MASK64)
-    assert code(caught.value) == (0, 2, 6)
+    assert _code(caught.value) == (0, 2, 6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from attrs import asdict, evolve, fields
 from attrs.exceptions import FrozenInstanceError
@@ -141,6 +143,12 @@ def test_reprs() -> None:
 # -- parameters ----------------------------------------------------------------------------------------------
 
 
+def _param(name: str, value: object) -> ConnParam:
+    """Make parameters of which one isn't the default, whatever its type."""
+    given_: dict[str, Any] = {name: value}
+    return ConnParam(**given_)
+
+
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
@@ -158,19 +166,19 @@ def test_reprs() -> None:
 def test_ranges(name: str, low: int, high: int | None) -> None:
     """Each parameter takes its range, its ends included, and nothing beyond; nothing but an int."""
     for value in (low, high if high is not None else 1 << 20):
-        assert getattr(ConnParam(**{name: value}), name) == value
+        assert getattr(_param(name, value), name) == value
     for value in (low - 1, *([] if high is None else [high + 1])):
         with pytest.raises(ValueError, match=name):
-            ConnParam(**{name: value})
+            _param(name, value)
     for wrong in ("5", 5.0):
         with pytest.raises(TypeError, match=name):
-            ConnParam(**{name: wrong})  # type: ignore[arg-type]
+            _param(name, wrong)
 
 
 @pytest.mark.parametrize("name", ["responder_resources", "initiator_depth", "tos", "keepalive"])
 def test_may_be_none(name: str) -> None:
     """None leaves it to the device or the system."""
-    assert getattr(ConnParam(**{name: None}), name) is None
+    assert getattr(_param(name, None), name) is None
 
 
 def test_parameters_are_a_value() -> None:
@@ -187,7 +195,7 @@ def test_parameters_are_a_value() -> None:
 def test_parameters_by_name_only() -> None:
     """Eleven numbers in a row can't be read: they go by name."""
     with pytest.raises(TypeError):
-        ConnParam(4096)  # type: ignore[misc]
+        ConnParam(4096)  # type: ignore[call-arg]
 
 
 def test_the_soft_devices_capabilities() -> None:

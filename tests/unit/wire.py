@@ -157,9 +157,9 @@ class End:
         self.endpoint.post_run(run)
         return run
 
-    def send(self, data: bytes, **more: int) -> SendWR:
+    def send(self, data: bytes) -> SendWR:
         """Post a SEND of inline data."""
-        return self.post(Opcode.SEND, inline=data, **more)
+        return self.post(Opcode.SEND, inline=data)
 
     def receive(self, *pieces: SGE) -> RecvWR:
         """Post one receive."""
@@ -429,8 +429,9 @@ def read_request(
 
 
 def atomic_request(
-    stag: int, to: int, *, operation: int = ddp.FETCH_ADD, msn: int = 1, mo: int = 0, qn: int = 1, request: int = 1,
-    data: int = 1, mask: int = 0, compare: int = 0, compare_mask: int = ddp.MASK64, control: int = ddp.UNTAGGED_LAST,
+    stag: int, to: int, *, operation: int = ddp.FETCH_ADD, msn: int = 1, mo: int = 0, qn: int = 1,
+    request: int = 1, data: int = 1, mask: int = 0, compare: int = 0, compare_mask: int = ddp.MASK64,
+    control: int = ddp.UNTAGGED_LAST,
 ) -> bytes:  # fmt: skip
     """Make an Atomic Request."""
     words = [

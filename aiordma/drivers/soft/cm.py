@@ -88,7 +88,8 @@ class SoftCMID:
             if not self._destroyed:
                 self._channel.on_event(event)
 
-        self._loop.call_soon(report)
+        if not self._loop.is_closed():
+            self._loop.call_soon(report)
 
     def _start_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         self._stop_timer()
@@ -174,16 +175,21 @@ class SoftCMID:
             self._link.shutdown()
 
     def destroy(self) -> None:
-        """Let go of everything (rdma_destroy_id). A link that is shutting down finishes by itself."""
+        """Let go of everything (rdma_destroy_id). A request without an answer is rejected, as the kernel does.
+
+        Closing it without a word would have the peer ask once more, in revision 1.
+        """
         if self._destroyed:
             return
         self._destroyed = True
+        if self._responder is not None and self._sock is not None:
+            self.reject(b"")
         self._close_socket()
         for arriving in list(self._arriving):
             arriving.destroy()
         self._arriving.clear()
         if self._link is not None:
-            self._link.shutdown()
+            self._link.release()
         self._channel.forget(self)
 
     # -- the active side --------------------------------------------------------------------------------------------

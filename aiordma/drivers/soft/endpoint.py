@@ -35,6 +35,7 @@ _WRITE_MORE: Final = ddp.TAGGED | ddp.OP_WRITE
 _RESPONSE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_READ_RESPONSE
 _RESPONSE_MORE: Final = ddp.TAGGED | ddp.OP_READ_RESPONSE
 _PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
+_SEND_LAST: Final = ddp.UNTAGGED_LAST | ddp.OP_SEND
 _READ: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
 
 _REMOTE_READ: Final = int(Access.REMOTE_READ)
@@ -209,6 +210,12 @@ class Endpoint:
                         after = pos + count * runs.REQUEST_SIZE
                     else:
                         self._read_request(buf, pos, length)
+                elif control == _WRITE_LAST and length > 14:
+                    size = length - 14
+                    self._stags.write_target(self._pd, stag, to, size)[:] = buf[pos + 16 : pos + 16 + size]
+                    self._last_write, self._written = self._written + size, 0
+                elif control == _SEND_LAST and self._send_whole(buf, pos, length):
+                    pass
                 elif control == _RESPONSE_LAST or control == _WRITE_LAST:
                     outstanding = self.send_queue.outstanding
                     if control == _RESPONSE_LAST and outstanding and type(outstanding[0]) is ReadRun:
@@ -527,6 +534,16 @@ class Endpoint:
         if qn != ddp.QN_SEND or msn != self._recv_msn or mo:
             raise fault(DDP_UNTAGGED, 1 if qn != ddp.QN_SEND else 4 if mo else 3)
         self._recv_msn += 1
+
+    def _send_whole(self, buf: memoryview, pos: int, length: int) -> bool:
+        """Deliver a Send that is one FPDU to its receive, if nothing is special about it."""
+        _, _, _, qn, msn, mo = _UNTAGGED(buf, pos)
+        if qn or mo or msn != self._recv_msn or length < 18 or self._send_rtr_expected:
+            return False
+        if not self.receive_queue.take(buf[pos + 20 : pos + 2 + length]):
+            return False
+        self._recv_msn = msn + 1 & ddp.MASK32
+        return True
 
     def _send_segment(self, buf: memoryview, pos: int, control: int) -> Message:
         """Check a header of queue 0, and give the message it belongs to."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from aiordma.drivers.soft.endpoint import Endpoint
 from aiordma.drivers.soft.mpa import Framer, Negotiated, mulpdu
+from aiordma.enums import Opcode
 
 #: ULPDU towards our own kind: the length field's limit, less what would make a tagged payload end off a cache line.
 OUR_MULPDU: Final = 65_518
@@ -26,6 +27,7 @@ _PEEK_INTERVAL: Final = 0.25
 _TCP_ESTABLISHED: Final = 1
 #: Seconds after a wake-up until the socket is looked at again, on a loop that may forget it.
 _CHECK_AFTER: Final = 0.25
+_WRITE: Final = int(Opcode.RDMA_WRITE)
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
@@ -67,6 +69,7 @@ class Link:
         self._reading = False
         self._writing = False
         self._flush_scheduled = False
+        self._fresh = True
         self._shut = False
         self._fin = False
         self._timer: asyncio.TimerHandle | None = None
@@ -125,6 +128,7 @@ class Link:
             else:
                 self._lost("the peer closed the connection in the middle of a message")
             return
+        self._fresh = True
         self._feed(start, end)
         if self._outbox.sent < self._outbox.queued:
             self.flush()
@@ -206,15 +210,22 @@ class Link:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def kick(self) -> None:
-        """Something is in the outbox: send it with everything else that is posted in this turn of the loop."""
-        if not self._flush_scheduled and not self._writing:
+    def kick(self, opcode: int) -> None:
+        """A request was posted: send it.
+
+        The first one since data came goes at once, since somebody probably waits for its answer; so does what was
+        queued before it. Others, and WRITEs, which nobody answers, leave together at the end of the turn.
+        """
+        if self._fresh and opcode != _WRITE and not self._writing:
+            self._fresh = False
+            self.flush()
+        elif not self._flush_scheduled and not self._writing:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush_posted)
 
     def _flush_posted(self) -> None:
         self._flush_scheduled = False
-        if not self._writing:
+        if not self._writing and self._outbox.sent < self._outbox.queued:
             self.flush()
             self._on_progress()
 
@@ -344,6 +355,8 @@ class Link:
         if self._sock is None:
             return
         self.close()
+        if self._loop.is_closed():
+            return  # nobody can be told
         self._endpoint.ended(reason, orderly=orderly and not self._shut)
         self._loop.call_soon(self._on_progress)
         if not self._endpoint.draining:
@@ -355,6 +368,13 @@ class Link:
             with contextlib.suppress(OSError):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self._lost("this side aborted the connection")
+
+    def release(self) -> None:
+        """Nobody uses it any more: end without waiting for the peer. In order, if everything is sent and the FIN too."""
+        if self._fin:
+            self._lost("this side closed the connection")
+        else:
+            self.abort()
 
     def close(self) -> None:
         """Let go of the socket. Idempotent."""

@@ -147,7 +147,7 @@ class SoftQP:
         if self.link is None or len(wrs) > 1 or len(wrs[0].sg_list) > 1 or wrs[0].opcode not in _SUPPORTED:
             self._check(wrs)
         self.endpoint.post_send(wrs)
-        self.link.kick()
+        self.link.kick(wrs[-1].opcode)
         return bool(self._send_cq.pending)
 
     def post_run(self, run: RunWR) -> bool:
@@ -200,7 +200,8 @@ class SoftQP:
                 self.link.abort()
             elif draining:
                 self.link.posted_receives()  # nothing holds the end back any more
-        self._context.loop.call_soon(self.progress)
+        if not self._context.loop.is_closed():
+            self._context.loop.call_soon(self.progress)
 
     def progress(self) -> None:
         """Notify the completion queues. Called by the loop or the link, never within a post."""
@@ -217,14 +218,14 @@ class SoftQP:
         self._context.loop.call_soon(self._context.report, event, self.qp_num, reason)
 
     def close(self) -> None:
-        """Destroy. A link that is still sending its last FPDUs goes on by itself."""
+        """Destroy. Without a disconnect before, the peer sees the connection break."""
         if self._closed:
             return
         self._closed = True
         if self.endpoint.state is not QPState.ERR:
             self.to_error()
-        elif self.link is not None:
-            self.link.shutdown()
+        if self.link is not None:
+            self.link.release()
 
 
 _SUPPORTED: Final = frozenset(Opcode) - {Opcode.SEND_WITH_IMM, Opcode.BIND_MW}

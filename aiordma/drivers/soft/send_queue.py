@@ -168,15 +168,16 @@ class SendQueue:
         """
         for index, wr in enumerate(wrs):
             wr.driver_data = False
-            if self._stalled or self.hold:
+            if self._stalled or self.hold or (wr.send_flags & _FENCE and self.outstanding):
                 self._stalled.append(wr)
                 continue
             try:
-                if not self._run(wr):
+                if not self._execute[wr.opcode](wr):
                     self._stalled.append(wr)
-            except SendFault:
+            except LocalFault as error:
+                self._posted.append(wr)
                 self._stalled.extend(wrs[index + 1 :])
-                raise
+                raise SendFault(wr, error.status) from error
 
     def post_run(self, run: RunWR) -> None:
         """Execute a run, or queue it; as `post` in everything else."""
@@ -220,20 +221,19 @@ class SendQueue:
     def _write(self, wr: SendWR) -> bool:
         data = wr.inline_data
         if data is not None and len(data) <= self._small_limit:
-            self._posted.append(wr)
             length = ddp.TAGGED_ULPDU + len(data)
             header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
             self._put(b"".join((header, data, TRAILERS[length & 3])))
             self._copied(wr)
             return True
         views, total = self._source(wr)
-        self._posted.append(wr)
         if total <= self._small_limit:
             length = ddp.TAGGED_ULPDU + total
             header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
             self._put(b"".join((header, *views, TRAILERS[length & 3])))
             self._copied(wr)
         else:
+            self._posted.append(wr)
             limit = self._payload_limit
             segments = ddp.tagged_segments(ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, limit)
             self._send_message(wr, segments, -(-total // limit))
@@ -254,7 +254,6 @@ class SendQueue:
 
     def _send(self, wr: SendWR) -> bool:
         views, total = self._source(wr)
-        self._posted.append(wr)
         self._send_msn = msn = self._send_msn + 1 & ddp.MASK32
         solicited = wr.send_flags & _SOLICITED
         invalidate = 0
@@ -271,6 +270,7 @@ class SendQueue:
             self._put(b"".join((header, *views, TRAILERS[length & 3])))
             self._copied(wr)
         else:
+            self._posted.append(wr)
             segments = ddp.untagged_segments(opcode, invalidate, msn, views, total, self._untagged_limit)
             self._send_message(wr, segments, -(-total // self._untagged_limit))
         return True
@@ -281,9 +281,13 @@ class SendQueue:
         So the outbox is bounded by the send queue towards a peer that doesn't read.
         """
         if self._outbox.blocked:
+            self._posted.append(wr)
             self.leaving.append((self._outbox.queued, 1, wr))
-        else:
-            self._finish(wr)
+        elif self._posted:
+            wr.driver_data = True
+            self._posted.append(wr)
+        elif wr.send_flags & _SIGNALED:
+            self._sink.pending.append((wr.wr_id, 0, _WC_OPCODE[wr.opcode], 0, self._qp_num, 0, 0, 0))
 
     def _send_message(self, wr: SendWR, segments: ddp.Segments, count: int) -> None:
         """Send from the request's own memory: it is done when the last segment was handed to TCP."""
@@ -300,12 +304,15 @@ class SendQueue:
             sge = sg_list[0]
             stag, to, total = sge.lkey, sge.addr, sge.length
             views = (self._local(self._pd, sge, _LOCAL_WRITE),)
+        elif not sg_list:
+            views = ()
+            stag = to = total = 0
         else:
             # One sink goes on the wire. The response is matched with this request, so of a longer scatter list the
             # first element's key and address stand for all of it.
             views = tuple([self._local(self._pd, sge, _LOCAL_WRITE) for sge in sg_list])
             total = sum(map(len, views))
-            stag, to = (sg_list[0].lkey, sg_list[0].addr) if sg_list else (0, 0)
+            stag, to = sg_list[0].lkey, sg_list[0].addr
         self._posted.append(wr)
         outstanding.append((wr, views, stag, to, total, False))
         self._request_msn = msn = self._request_msn + 1 & 0xFFFFFFFF

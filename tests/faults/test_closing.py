@@ -1,0 +1,344 @@
+"""Closing: in every order, from both sides, twice, under way, with data in flight; and what is used afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+import aiordma
+from aiordma import Access, BrokenError, ClosedError, Connection, ConnParam, FlushedError, Listener, RemoteRegion
+from aiordma.device import loop_state
+from aiordma.testing import connected_pair
+from tests.faults import raw_peer
+from tests.faults.raw_peer import RawListener, RawPeer
+
+_REMOTE = RemoteRegion(0x1000, 1 << 30, 0x1234)
+
+
+@contextlib.asynccontextmanager
+async def _against_raw(**param: Any) -> AsyncIterator[tuple[Connection, RawPeer]]:
+    """A connection to a raw server; the test closes both."""
+    async with asyncio.timeout(30):
+        with RawListener() as listener:
+            answering = asyncio.create_task(listener.respond())
+            conn = await aiordma.connect("127.0.0.1", listener.port, param=ConnParam(**param))
+            peer = await answering
+        with peer:
+            yield conn, peer
+        assert _nothing_open()
+
+
+async def _both(listener: Listener) -> tuple[Connection, Connection]:
+    async def connect() -> Connection:
+        return await aiordma.connect("127.0.0.1", listener.port)
+
+    connecting = asyncio.create_task(connect())
+    server = await (await listener.get_request()).accept()
+    return await connecting, server
+
+
+def _nothing_open(but: int = 0) -> bool:
+    """Whether this loop has no queue pairs, and no identifiers but so many."""
+    state = loop_state()
+    ids = [cm_id for channel in state._channels.values() for cm_id in channel.ids]  # type: ignore[attr-defined]
+    qps = [qp for context in state._contexts.values() for cq in context._cqs for qp in cq.qps]
+    return len(ids) == but and not qps
+
+
+def _steps(client: Connection, server: Connection) -> list[Callable[[], Any]]:
+    return [client.close, server.close, client.abort, server.abort]
+
+
+@pytest.mark.parametrize("order", list(itertools.product(range(4), repeat=3)))
+async def test_every_order(order: tuple[int, ...]) -> None:
+    """Close and abort, of both ends and in every order, one behind the other and all at once: no error, nothing left."""
+    async with asyncio.timeout(30), aiordma.listen("127.0.0.1") as listener:
+        for at_once in (False, True):
+            client, server = await _both(listener)
+            pending = [client.read(_REMOTE[:8]), server.send(b"x")] if order[0] % 2 else []
+            receiving = [asyncio.create_task(conn.recv()) for conn in (client, server)]
+            await asyncio.sleep(0)
+            steps = _steps(client, server)
+            started = []
+            for step in order:
+                outcome = steps[step]()
+                if outcome is not None:
+                    if not at_once:
+                        await asyncio.wait_for(outcome, 30)
+                    else:
+                        started.append(asyncio.create_task(outcome))
+                        await asyncio.sleep(0)
+            await asyncio.gather(*started)
+            await asyncio.gather(client.close(), server.close())
+            results = await asyncio.gather(*receiving, *pending, return_exceptions=True)
+            expected = (bytes, type(None), BrokenError, ClosedError, FlushedError, aiordma.RemoteError)
+            assert all(isinstance(result, expected) for result in results)
+            assert client.qp.closed
+            assert server.qp.closed
+            assert _nothing_open(but=1)
+
+
+async def test_both_ends_at_once() -> None:
+    """Both ends closed in one turn: both closes return, each as orderly as if it were alone."""
+    async with asyncio.timeout(30), aiordma.listen("127.0.0.1") as listener:
+        client, server = await _both(listener)
+        await asyncio.gather(client.close(), server.close())
+        assert _nothing_open(but=1)
+
+
+async def test_twice() -> None:
+    """Closing what is closed does nothing; abort after close, and close after abort, neither."""
+    async with connected_pair() as pair:
+        for conn in (pair.client, pair.server):
+            await conn.close()
+            await conn.close()
+            conn.abort()
+            conn.abort()
+            await conn.close()
+    await pair.listener.close()
+    await pair.listener.close()
+
+
+async def test_from_several_tasks() -> None:
+    """close() from several tasks at once: all return when it is closed."""
+    async with connected_pair() as pair:
+        await asyncio.gather(*[pair.client.close() for _ in range(10)])
+        assert pair.client.qp.closed
+
+
+async def test_abort_while_closing() -> None:
+    """abort() during a close that waits for its peer: the close returns at once, without an exception."""
+    async with _against_raw() as (conn, peer):
+        closing = [asyncio.create_task(conn.close(timeout=60)) for _ in range(2)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not closing[0].done()
+        conn.abort()
+        assert await asyncio.gather(*closing) == [None, None]
+        await peer.ended()
+
+
+async def test_abort_is_a_break() -> None:
+    """abort() isn't an orderly end to the peer, also when nothing is in flight."""
+    async with connected_pair() as pair, asyncio.timeout(30):
+        pair.client.abort()
+        with pytest.raises(BrokenError) as caught:
+            await pair.server.recv()
+        assert not caught.value.orderly
+
+
+async def test_abort_leaves_no_socket() -> None:
+    """abort() lets go of the socket at once, whatever the peer does."""
+    async with _against_raw() as (conn, peer):
+        conn.abort()
+        assert conn.qp.driver.link.closed  # type: ignore[attr-defined]
+        assert not await peer.ended()
+
+
+async def test_close_times_out() -> None:
+    """close() of a connection whose peer doesn't answer ends at its time-out, and leaves no socket."""
+    async with _against_raw() as (conn, peer):
+        await conn.close(timeout=0.05)
+        assert conn.qp.driver.link.closed  # type: ignore[attr-defined]
+        assert await peer.ended()
+
+
+async def test_close_times_out_with_a_read_in_flight() -> None:
+    """close() waits for what is posted as long as its time-out; then it ends as flushed, for the reason that it was closed."""
+    async with _against_raw() as (conn, peer):
+        reading = conn.read(_REMOTE[:8])
+        await peer.fpdu()
+        await conn.close(timeout=0.05)
+        with pytest.raises(FlushedError) as caught:
+            await reading
+        assert isinstance(caught.value.__cause__, ClosedError)
+        assert not await peer.ended()
+
+
+async def test_close_waits_for_a_read() -> None:
+    """A READ in flight when its connection is closed still completes."""
+    async with _against_raw() as (conn, peer):
+        local = conn.alloc(8)
+        reading = conn.read(_REMOTE[:8], into=local)
+        await peer.fpdu()
+        closing = asyncio.create_task(conn.close(timeout=60))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await peer.send(raw_peer.tagged(raw_peer.READ_RESPONSE, local.lkey, local.addr, b"in time!"))
+        await reading
+        assert await peer.ended()
+        peer.close()
+        await closing
+
+
+async def test_close_with_a_peer_that_takes_nothing() -> None:
+    """close() with more unsent than the socket takes, to a peer that doesn't read: ends at its time-out, all flushed."""
+    async with _against_raw() as (conn, peer):
+        local = conn.alloc(32 << 20)
+        writing = conn.write(_REMOTE[: 32 << 20], local)
+        await conn.close(timeout=0.05)
+        with pytest.raises(FlushedError):
+            await writing
+        assert conn.qp.driver.link.closed  # type: ignore[attr-defined]
+
+
+async def test_close_ends_a_pending_recv() -> None:
+    """A task that receives while its connection is closed gets what still comes, then ClosedError."""
+    async with _against_raw() as (conn, peer):
+        receiving = asyncio.create_task(conn.recv())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(conn.close(timeout=60))
+        assert await peer.ended()
+        await peer.send(raw_peer.send(1, b"on its way"))
+        assert await receiving == b"on its way"
+        receiving = asyncio.create_task(conn.recv())
+        await asyncio.sleep(0)
+        peer.close()
+        with pytest.raises(ClosedError):
+            await receiving
+        await closing
+
+
+async def test_iteration_ends_when_the_peer_closes() -> None:
+    """`async for` over messages ends at the peer's close, and raises at its abort."""
+    async with connected_pair() as pair, asyncio.timeout(30):
+        await pair.client.send(b"last")
+        await pair.client.close()
+        assert [message async for message in pair.server] == [b"last"]
+    async with connected_pair() as pair, asyncio.timeout(30):
+        pair.client.abort()
+        with pytest.raises(BrokenError):
+            async for _ in pair.server:
+                raise AssertionError("nothing was sent")
+
+
+def _uses(conn: Connection) -> list[Callable[[], Any]]:
+    local = conn.alloc(8)
+    return [
+        lambda: conn.read(_REMOTE[:8]),
+        lambda: conn.read(_REMOTE[:8], into=local),
+        lambda: conn.write(_REMOTE[:8], b"x"),
+        lambda: conn.write(_REMOTE[:8], b"x", imm=1),
+        lambda: conn.send(b"x"),
+        lambda: conn.send(local, invalidate=1),
+        lambda: conn.fetch_add(_REMOTE[:8], 1),
+        lambda: conn.compare_swap(_REMOTE[:8], 0, 1),
+        conn.barrier,
+        conn.drain,
+        conn.recv,
+        conn.recv_message,
+        lambda: conn.recv_into(local),
+        lambda: _batch(conn, local),
+    ]
+
+
+async def _batch(conn: Connection, local: aiordma.MemoryRegion) -> None:
+    async with conn.batch() as b:
+        b.read(_REMOTE[:8], local)
+
+
+async def test_use_after_close() -> None:
+    """Every use of a closed connection raises ClosedError that names it."""
+    async with connected_pair() as pair:
+        uses = _uses(pair.client)
+        await pair.client.close()
+        for use in uses:
+            with pytest.raises(ClosedError, match="Connection to"):
+                await use()
+        assert pair.client.is_closing
+
+
+async def test_use_after_the_peer_closed() -> None:
+    """Every use of a connection whose peer closed raises an orderly BrokenError."""
+    async with connected_pair() as pair, asyncio.timeout(30):
+        uses = _uses(pair.client)
+        await pair.server.close()
+        for use in uses:
+            with pytest.raises(BrokenError) as caught:
+                await use()
+            assert caught.value.orderly
+            assert "the peer closed" in str(caught.value)
+        assert pair.client.is_closing
+
+
+async def test_use_of_a_closed_listener() -> None:
+    """A closed listener raises ClosedError, and ends an iteration."""
+    listener = await aiordma.listen("127.0.0.1")
+    await listener.close()
+    with pytest.raises(ClosedError, match="Listener"):
+        await listener.get_request()
+    assert [request async for request in listener] == []
+
+
+@pytest.mark.parametrize("size", [8, 4000, 60_000])
+async def test_close_delivers_what_was_sent(size: int) -> None:
+    """A hundred messages sent, and the connection closed at once: a slow peer receives all of them."""
+    param = ConnParam(recv_size=size, recv_depth=2)
+    async with connected_pair(server_param=param) as pair, asyncio.timeout(50):
+        for number in range(100):
+            pair.client.send(number.to_bytes(8, "big") + bytes(size - 8))
+        closing = asyncio.create_task(pair.client.close(timeout=40))
+        for number in range(100):
+            await asyncio.sleep(0.001)
+            assert int.from_bytes((await pair.server.recv())[:8], "big") == number
+        with pytest.raises(BrokenError) as caught:
+            await pair.server.recv()
+        assert caught.value.orderly
+        await closing
+
+
+async def test_messages_before_a_close_outlive_failed_sends() -> None:
+    """What came before the peer's close is received, even if this side's own requests fail meanwhile."""
+    async with connected_pair(server_param=ConnParam(recv_depth=1)) as pair, asyncio.timeout(30):
+        for number in range(50):
+            await pair.client.send(bytes([number]))
+        await pair.client.close()
+        for number in range(50):
+            with contextlib.suppress(BrokenError, FlushedError):
+                await pair.server.send(b"an answer")
+            assert await pair.server.recv() == bytes([number])
+        with pytest.raises(BrokenError):
+            await pair.server.recv()
+
+
+async def test_close_with_unreceived_messages() -> None:
+    """close() of a connection with messages that nobody received doesn't wait for a receiver."""
+    async with connected_pair(server_param=ConnParam(recv_depth=1)) as pair, asyncio.timeout(20):
+        for _ in range(50):
+            await pair.client.send(b"x" * 100)
+        await pair.client.close()
+        await pair.server.close(timeout=60)
+
+
+async def test_close_while_too_much_is_unreceived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """close() of a connection that is paused for unreceived messages sees its peer's end."""
+    monkeypatch.setattr("aiordma.drivers.soft.link.LINGER", 60.0)
+    async with asyncio.timeout(20), aiordma.listen("127.0.0.1") as listener:
+        with await RawPeer.connect(listener.port) as peer:
+            await peer.send(raw_peer.request())
+            conn = await (await listener.get_request()).accept()
+            await peer.frame()
+            msn = 0
+            while conn.qp.driver.link._reading:  # type: ignore[attr-defined]
+                msn += 1
+                await peer.send(raw_peer.send(msn, bytes(2000)))
+            closing = asyncio.create_task(conn.close(timeout=60))
+            for _ in range(500):
+                msn += 1
+                await peer.send(raw_peer.send(msn, bytes(2000)))
+            peer.close()
+            await closing
+
+
+async def test_regions_end_with_their_connection() -> None:
+    """Regions with remote rights made through a connection are deregistered when it closes."""
+    async with connected_pair() as pair:
+        regions = [pair.server.alloc(64, access=Access.REMOTE_READ) for _ in range(3)]
+        await regions[0].close()
+        await pair.server.close()
+        assert all(region.closed for region in regions)
