@@ -84,7 +84,9 @@ class CMID:
             if self._request_waiter is not None and not self._request_waiter.done():
                 self._request_waiter.set_result(None)
         elif kind in (CMEventType.DISCONNECTED, CMEventType.DEVICE_REMOVAL):
-            reason = event.reason or ("the device was removed" if kind == CMEventType.DEVICE_REMOVAL else "the peer disconnected")
+            reason = event.reason or (
+                "the device was removed" if kind == CMEventType.DEVICE_REMOVAL else "the peer disconnected"
+            )
             if self._step is not None and not self._step.done():
                 self._step.set_exception(ConnectError(f"the connection to {self.peer_addr} ended: {reason}"))
             if not self._disconnected.done():
@@ -118,17 +120,13 @@ class CMID:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    async def resolve_addr(
-        self, dst: SocketAddress, src: SocketAddress | None = None, *, timeout: float = 2.0
-    ) -> None:
+    async def resolve_addr(self, dst: SocketAddress, src: SocketAddress | None = None, *, timeout: float = 2.0) -> None:
         """Find the device that reaches an address (rdma_resolve_addr).
 
         Raises:
             AddressError: none does.
         """
-        await self._await(
-            CMEventType.ADDR_RESOLVED, lambda: self.driver.resolve_addr(src, dst, timeout)
-        )
+        await self._await(CMEventType.ADDR_RESOLVED, lambda: self.driver.resolve_addr(src, dst, timeout))
 
     async def resolve_route(self, *, timeout: float = 2.0) -> None:
         """Find the way to the address (rdma_resolve_route).
@@ -147,15 +145,11 @@ class CMID:
         Raises:
             RejectedError, UnreachableError, ConnectTimeoutError, ConnectError.
         """
-        return await self._await(
-            CMEventType.ESTABLISHED, lambda: self.driver.connect(qp.driver, param, private_data)
-        )
+        return await self._await(CMEventType.ESTABLISHED, lambda: self.driver.connect(qp.driver, param, private_data))
 
     async def accept(self, qp: QueuePair, param: ConnParam, private_data: bytes = b"") -> CMEvent:
         """Accept a request (rdma_accept), and wait until the connection is established."""
-        return await self._await(
-            CMEventType.ESTABLISHED, lambda: self.driver.accept(qp.driver, param, private_data)
-        )
+        return await self._await(CMEventType.ESTABLISHED, lambda: self.driver.accept(qp.driver, param, private_data))
 
     def reject(self, private_data: bytes = b"") -> None:
         """Refuse a request (rdma_reject)."""
@@ -248,9 +242,7 @@ async def resolve_host(host: str | None, port: int, *, passive: bool = False) ->
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0
-        )
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0)
     except (socket.gaierror, UnicodeError) as error:
         raise AddressError(f"{host!r} doesn't resolve: {error}") from error
     return list(dict.fromkeys(entry[4] for entry in found))

@@ -124,9 +124,7 @@ class Connection:
         if into is None:
             memory = self.pd.alloc(remote.length)
             view = memory.view
-            return self.qp.post_send(
-                _READ, (memory,), remote.addr, remote.rkey, None, _SIGNALED | fence, view.tobytes
-            )
+            return self.qp.post_send(_READ, (memory,), remote.addr, remote.rkey, None, _SIGNALED | fence, view.tobytes)
         if isinstance(into, _LOCAL):
             if into.length > remote.length:
                 raise ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
@@ -140,7 +138,12 @@ class Connection:
         return self.qp.post_send(_READ, sg_list, remote.addr, remote.rkey, None, _SIGNALED | fence)
 
     def write(
-        self, remote: RemoteRegion, data: Memory | Buffer | Sequence[Memory], *, imm: int | None = None, fence: bool = False
+        self,
+        remote: RemoteRegion,
+        data: Memory | Buffer | Sequence[Memory],
+        *,
+        imm: int | None = None,
+        fence: bool = False,
     ) -> asyncio.Future[None]:
         """Write the peer's memory (IBV_WR_RDMA_WRITE). The peer's program takes no part, unless `imm` is given.
 
@@ -485,7 +488,9 @@ class Connection:
 
     # -- establishing -----------------------------------------------------------------------------------------------
 
-    async def establish(self, step: Callable[[QueuePair, ConnParam, bytes], Awaitable[Any]], private_data: bytes) -> None:
+    async def establish(
+        self, step: Callable[[QueuePair, ConnParam, bytes], Awaitable[Any]], private_data: bytes
+    ) -> None:
         """Connect or accept; what was made is freed if that fails or is cancelled."""
         try:
             event = await step(self.qp, self.param, private_data)
@@ -616,5 +621,3 @@ def check_private_data(private_data: bytes, limit: int) -> None:
     """Refuse private data that the transport can't carry, before anything is sent."""
     if len(private_data) > limit:
         raise ValueError(f"private data has {len(private_data)} bytes, this device carries {limit}")
-
-

@@ -247,7 +247,9 @@ def driver_of(name: str) -> Driver:
             return driver
     here = ", ".join(device.name for device in devices() if device.available)
     what = "no RDMA device is usable here" if name == "rdma" else f"no device is named {name!r}"
-    raise DeviceError(errno.ENODEV, what, verb="open_device", hint=f"here: {here}; run `aiordma devices` for what is missing")
+    raise DeviceError(
+        errno.ENODEV, what, verb="open_device", hint=f"here: {here}; run `aiordma devices` for what is missing"
+    )
 
 
 def choose_device(device: str | None) -> str:

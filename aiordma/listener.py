@@ -226,7 +226,11 @@ class Listener:
 
 
 def _into(
-    queue: asyncio.Queue[ConnectRequest | None], cm_id: CMID, state: LoopState, pd: ProtectionDomain | None, param: ConnParam
+    queue: asyncio.Queue[ConnectRequest | None],
+    cm_id: CMID,
+    state: LoopState,
+    pd: ProtectionDomain | None,
+    param: ConnParam,
 ) -> Callable[[CMEvent], None]:
     """Make what puts a listener's requests into its queue; it doesn't keep the listener itself alive."""
 
@@ -365,11 +369,9 @@ class Server:
         except Exception as error:  # noqa: BLE001 - whatever a handler raises concerns its connection only
             if connection is None and isinstance(error, (ConnectionError, ClosedError)):
                 return  # the peer left before it was accepted: no fault of anyone's here
+            # Without the task: Python 3.12 and newer would run the exception handler in its context, which is entered here.
             self._loop.call_exception_handler(
-                {
-                    "message": f"the handler of {connection or request!r} failed",
-                    "exception": error,
-                }
+                {"message": f"the handler of {connection or request!r} failed", "exception": error}
             )
         finally:
             if connection is None:
@@ -448,7 +450,8 @@ def serve(
     """
 
     async def make() -> Server:
-        return Server(await listen(host, port, device=device, backlog=backlog, param=param, pd=pd), handler, private_data)
+        return Server(
+            await listen(host, port, device=device, backlog=backlog, param=param, pd=pd), handler, private_data
+        )
 
     return Opening(make)
-

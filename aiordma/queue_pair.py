@@ -266,9 +266,7 @@ class QueuePair:
         for slot in slots:
             self._recycle(slot)
 
-    def post_list(
-        self, slots: Sequence[SendSlot | RunSlot], group: list[BaseException]
-    ) -> asyncio.Future[Any]:
+    def post_list(self, slots: Sequence[SendSlot | RunSlot], group: list[BaseException]) -> asyncio.Future[Any]:
         """Post slots as one linked list, in parts where the queue has less room; failures are put into `group`.
 
         Only the last of each part is signalled. A slot that has a future of its own already keeps it.
@@ -540,9 +538,7 @@ class QueuePair:
         else:
             if self.failure is None:
                 self.fail(
-                    BrokenError(
-                        self.driver.reason or "the queue pair went to error", orderly=self.driver.disconnected
-                    )
+                    BrokenError(self.driver.reason or "the queue pair went to error", orderly=self.driver.disconnected)
                 )
             error.__cause__ = self.failure
         return error

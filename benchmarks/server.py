@@ -50,7 +50,11 @@ async def main(cpu: int) -> None:
     tcp = await asyncio.start_server(_guarded, "127.0.0.1", 0)
     async with aiordma.serve(echo, "127.0.0.1", 0, device="soft") as server:
         region = server.pd.alloc(REGION, access=access)
-        ports = {"rdma": server.port, "tcp": tcp.sockets[0].getsockname()[1], "region": region.remote().to_bytes().hex()}
+        ports = {
+            "rdma": server.port,
+            "tcp": tcp.sockets[0].getsockname()[1],
+            "region": region.remote().to_bytes().hex(),
+        }
         print(json.dumps(ports), flush=True)
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()

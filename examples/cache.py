@@ -67,9 +67,7 @@ async def main() -> None:
         await put(writer, b"answer", b"42")
         print("get answer:", await get(reader, b"answer"))
         print("get question:", await get(reader, b"question"))
-        for n in range(
-            200
-        ):  # put and get it at once: the value found is the old one or the new one, and whole
+        for n in range(200):  # put and get it at once: the value found is the old one or the new one, and whole
             found, _ = await asyncio.gather(get(reader, b"n"), put(writer, b"n", b"%02d" % (n % 100) * 32))
             assert found is None or found[1] == found[1][:2] * 32
         print("get n:", await get(reader, b"n"))

@@ -146,16 +146,12 @@ def test_links(page: Path) -> None:
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-            assert anchor in {
-                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
-            }
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_status_table() -> None:
     """docs/errors.md has each unsuccessful status, with its exception and its hint."""
-    rows = re.findall(
-        r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert rows == [(status.name, row.error.__name__, row.hint) for status, row in STATUS_TABLE.items()]
 
 

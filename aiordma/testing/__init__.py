@@ -37,6 +37,7 @@ async def connected_pair(
 ) -> AsyncIterator[Pair]:
     """Connect two endpoints in this process; both are closed at the end of the block."""
     async with listen(host, 0, device=device, param=server_param) as listener:
+
         async def dial() -> Connection:
             return await connect(host, listener.port, device=device, param=client_param)
 

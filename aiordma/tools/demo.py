@@ -371,9 +371,7 @@ def _table(size: int, results: Mapping[str, dict[str, Latency] | None]) -> Table
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("microseconds", no_wrap=True)
     for loop, measured in results.items():
-        table.add_column(
-            f"{loop}\nmedian" if measured else f"{loop}:\nnot here", justify="right", no_wrap=True
-        )
+        table.add_column(f"{loop}\nmedian" if measured else f"{loop}:\nnot here", justify="right", no_wrap=True)
         for title in ("p99", "p99.9", "x TCP"):
             table.add_column(f"\n{title}", justify="right", no_wrap=True)
     for name in (*rows, *dict.fromkeys(rows.values())):
@@ -415,9 +413,7 @@ def _as_dict(demo: _Demo, size: int, results: Mapping[str, dict[str, Latency] | 
 
 
 @click.command("demo")
-@click.option(
-    "--seconds", type=click.FloatRange(0.1, 600), default=8.0, show_default=True, help="To measure, in all."
-)
+@click.option("--seconds", type=click.FloatRange(0.1, 600), default=8.0, show_default=True, help="To measure, in all.")
 @click.option(
     "--size",
     type=click.IntRange(1, 1 << 20),
@@ -432,9 +428,7 @@ def command(*, seconds: float, size: int, as_json: bool) -> None:
     if not console.is_terminal:
         console.width = 100  # nothing is cut where nobody sees the edge
     loops = _loops()
-    demo = _Demo(
-        size, seconds / sum(factory is not None for factory in loops.values()), None if as_json else console
-    )
+    demo = _Demo(size, seconds / sum(factory is not None for factory in loops.values()), None if as_json else console)
     results: dict[str, dict[str, Latency] | None] = {}
     try:
         for loop, factory in loops.items():
@@ -447,14 +441,10 @@ def command(*, seconds: float, size: int, as_json: bool) -> None:
         click.echo(json.dumps(_as_dict(demo, size, results), indent=2))
         return
     console.print(_table(size, results))
-    demo.say(
-        "x TCP: the median over that of a TCP echo (asyncio streams) on the same loop; below 1 is faster."
-    )
+    demo.say("x TCP: the median over that of a TCP echo (asyncio streams) on the same loop; below 1 is faster.")
     if demo.placement:
         server_cpu, client_cpu = demo.placement
-        demo.say(
-            f"Measured in turns, with the servers on core {server_cpu} and the clients on core {client_cpu}."
-        )
+        demo.say(f"Measured in turns, with the servers on core {server_cpu} and the clients on core {client_cpu}.")
     if results["uvloop"] is None:
         demo.say("uvloop isn't installed: pip install 'aiordma[uvloop]'")
 

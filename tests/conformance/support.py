@@ -79,9 +79,7 @@ def pattern(length: int, seed: int = 1) -> bytes:
     return (block * (length // max(1, len(block)) + 1))[:length]
 
 
-def offer(
-    end: Connection, length: int, *, access: Access = ALL, seed: int = 1
-) -> tuple[MemoryRegion, RemoteRegion]:
+def offer(end: Connection, length: int, *, access: Access = ALL, seed: int = 1) -> tuple[MemoryRegion, RemoteRegion]:
     """Register memory filled with a pattern; gives it and its key."""
     region = end.alloc(length, access=access)
     region.view[:] = pattern(length, seed)
@@ -136,9 +134,7 @@ def refused(caps: Capabilities, status: WCStatus, words: str) -> Iterator[None]:
         assert words in str(caught.value)
 
 
-async def check_write_refused(
-    conn: Connection, writing: asyncio.Future[None], status: WCStatus, words: str
-) -> None:
+async def check_write_refused(conn: Connection, writing: asyncio.Future[None], status: WCStatus, words: str) -> None:
     """Expect that a WRITE posted just now fails as DESIGN.md section 8 has it for this device."""
     caps = conn.capabilities
     if caps.write_fault_known:

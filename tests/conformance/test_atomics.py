@@ -121,9 +121,7 @@ async def test_many_in_flight() -> None:
     async with pair() as ends:
         region, remote = offer(ends.server, 8)
         put(region, 0)
-        assert await asyncio.gather(*[ends.client.fetch_add(remote, 3) for _ in range(100)]) == list(
-            range(0, 300, 3)
-        )
+        assert await asyncio.gather(*[ends.client.fetch_add(remote, 3) for _ in range(100)]) == list(range(0, 300, 3))
         assert value(region) == 300
 
 
@@ -181,6 +179,4 @@ async def test_depth_of_one() -> None:
     async with pair(client_param=ConnParam(initiator_depth=1)) as ends:
         region, remote = offer(ends.server, 8)
         put(region, 7)
-        assert await asyncio.gather(*[ends.client.fetch_add(remote, 1) for _ in range(50)]) == list(
-            range(7, 57)
-        )
+        assert await asyncio.gather(*[ends.client.fetch_add(remote, 1) for _ in range(50)]) == list(range(7, 57))

@@ -200,9 +200,7 @@ async def test_many_queue_pairs() -> None:
     """More queue pairs than one completion queue takes are served by further ones."""
     param = aiordma.ConnParam(max_send_wr=8000, recv_depth=8000, recv_size=8)
     async with contextlib.AsyncExitStack() as stack:
-        pairs = [
-            await stack.enter_async_context(pair(client_param=param, server_param=param)) for _ in range(4)
-        ]
+        pairs = [await stack.enter_async_context(pair(client_param=param, server_param=param)) for _ in range(4)]
         for number, ends in enumerate(pairs):
             await ends.client.send(b"%d" % number)
         assert [await ends.server.recv() for ends in pairs] == [b"0", b"1", b"2", b"3"]

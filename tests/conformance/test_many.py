@@ -46,9 +46,7 @@ async def test_two_hundred_at_once() -> None:
             return await conn.recv()
 
     async with aiordma.serve(echo, HOST, 0, device=DEVICE, param=SMALL) as server:
-        assert await asyncio.gather(*[client(number) for number in range(200)]) == [
-            b"%d" % n for n in range(200)
-        ]
+        assert await asyncio.gather(*[client(number) for number in range(200)]) == [b"%d" % n for n in range(200)]
 
 
 async def test_a_thousand(many_files: None) -> None:
@@ -64,9 +62,7 @@ async def test_a_thousand(many_files: None) -> None:
             clients += await asyncio.gather(*[_connect(server.port) for _ in range(100)])
         assert len(server.connections) == 1000
         slots = [slice(8 + 8 * index, 16 + 8 * index) for index in range(1000)]
-        data = await asyncio.gather(
-            *[conn.read(remote[slot]) for conn, slot in zip(clients, slots, strict=True)]
-        )
+        data = await asyncio.gather(*[conn.read(remote[slot]) for conn, slot in zip(clients, slots, strict=True)])
         assert b"".join(data) == pattern(8000)
         if capabilities().atomics:
             tickets = await asyncio.gather(*[conn.fetch_add(remote[:8], 1) for conn in clients])
@@ -95,13 +91,9 @@ async def test_a_loop_in_another_thread() -> None:
             return await conn.recv(), await conn.read(aiordma.RemoteRegion.from_bytes(conn.peer_private_data))
 
     region: aiordma.MemoryRegion
-    async with aiordma.serve(
-        echo, HOST, 0, device=DEVICE, private_data=lambda _: region.remote().to_bytes()
-    ) as server:
+    async with aiordma.serve(echo, HOST, 0, device=DEVICE, private_data=lambda _: region.remote().to_bytes()) as server:
         async with server.pd.register(bytearray(pattern(100_000)), access=Access.REMOTE_READ) as region:
-            outcomes = await asyncio.gather(
-                *[asyncio.to_thread(asyncio.run, client(server.port)) for _ in range(3)]
-            )
+            outcomes = await asyncio.gather(*[asyncio.to_thread(asyncio.run, client(server.port)) for _ in range(3)])
         assert outcomes == [(b"from another thread", pattern(100_000))] * 3
 
 

@@ -238,9 +238,9 @@ async def test_remote_region_encoding() -> None:
         _, remote = offer(ends.server, 100)
         data = remote.to_bytes()
         assert len(data) == RemoteRegion.WIRE_SIZE == 20
-        assert data == remote.addr.to_bytes(8, "big") + remote.length.to_bytes(
-            8, "big"
-        ) + remote.rkey.to_bytes(4, "big")
+        assert data == remote.addr.to_bytes(8, "big") + remote.length.to_bytes(8, "big") + remote.rkey.to_bytes(
+            4, "big"
+        )
         for encoded in (data, data + bytes(36), bytearray(data), memoryview(data + b"more")):
             decoded = RemoteRegion.from_bytes(encoded)
             assert decoded == remote

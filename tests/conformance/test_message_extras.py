@@ -125,9 +125,7 @@ async def test_imm_or_invalidate() -> None:
 @pytest.mark.parametrize("solicited", [False, True])
 async def test_send_with_invalidate(solicited: bool) -> None:
     """The key is stale when the message is delivered; the message says which; other keys are good."""
-    if not await check(
-        "send_with_invalidate", lambda conn, remote, _: conn.send(b"", invalidate=remote.rkey)
-    ):
+    if not await check("send_with_invalidate", lambda conn, remote, _: conn.send(b"", invalidate=remote.rkey)):
         return
     async with pair() as ends:
         _, kept = offer(ends.server, 64)
@@ -146,9 +144,7 @@ async def test_send_with_invalidate(solicited: bool) -> None:
 
 async def test_send_with_invalidate_of_a_large_message() -> None:
     """A message of many packets invalidates once all of it is here."""
-    if not await check(
-        "send_with_invalidate", lambda conn, remote, _: conn.send(b"", invalidate=remote.rkey)
-    ):
+    if not await check("send_with_invalidate", lambda conn, remote, _: conn.send(b"", invalidate=remote.rkey)):
         return
     async with pair(server_param=aiordma.ConnParam(recv_size=300_000)) as ends:
         _, remote = offer(ends.server, 64)
@@ -161,9 +157,7 @@ async def test_send_with_invalidate_of_a_large_message() -> None:
 @pytest.mark.parametrize("which", ["unknown", "local"])
 async def test_invalidate_what_may_not_be(which: str) -> None:
     """A key that isn't one, or of memory without remote rights, can't be invalidated: the connection ends."""
-    if not await check(
-        "send_with_invalidate", lambda conn, remote, _: conn.send(b"", invalidate=remote.rkey)
-    ):
+    if not await check("send_with_invalidate", lambda conn, remote, _: conn.send(b"", invalidate=remote.rkey)):
         return
     async with pair() as other, pair() as ends:
         _, remote = offer(other.server, 64)

@@ -29,9 +29,7 @@ async def test_depths(client_depth: int | None, server_resources: int | None) ->
 
 async def test_depths_of_the_accepting_side() -> None:
     """The accepting side's depth and the connecting side's resources are kept too."""
-    async with pair(
-        client_param=ConnParam(responder_resources=1), server_param=ConnParam(initiator_depth=64)
-    ) as ends:
+    async with pair(client_param=ConnParam(responder_resources=1), server_param=ConnParam(initiator_depth=64)) as ends:
         _, remote = offer(ends.client, 400)
         reads = [ends.server.read(remote[8 * at : 8 * at + 8]) for at in range(50)]
         assert b"".join(await asyncio.gather(*reads)) == pattern(400)

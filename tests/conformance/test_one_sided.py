@@ -105,9 +105,7 @@ async def test_too_many_pieces(operation: str) -> None:
         local = ends.client.alloc(64)
         pieces = [local[:8], local[8:16], local[16:24]]
         with pytest.raises(ValueError, match="max_sge"):
-            ends.client.read(remote, into=pieces) if operation == "read" else ends.client.write(
-                remote, pieces
-            )
+            ends.client.read(remote, into=pieces) if operation == "read" else ends.client.write(remote, pieces)
         assert await ends.client.read(remote) == pattern(64)
 
 
@@ -163,9 +161,7 @@ async def test_alignments() -> None:
             for far in range(8):
                 at = (near * 8 + far) * 16
                 ends.client.write(remote[at + far : at + far + 8], local[near * 9 : near * 9 + 8])
-                reads.append(
-                    ends.client.read(remote[at + far : at + far + 8], into=sink[at + near : at + near + 8])
-                )
+                reads.append(ends.client.read(remote[at + far : at + far + 8], into=sink[at + near : at + near + 8]))
         await asyncio.gather(*reads)
         for near in range(8):
             for far in range(8):
@@ -300,9 +296,7 @@ async def test_many_reads_gathered() -> None:
     """A thousand READs posted at once each get their own bytes."""
     async with pair() as ends:
         _, remote = offer(ends.server, 8000)
-        results = await asyncio.gather(
-            *[ends.client.read(remote[8 * index : 8 * index + 8]) for index in range(1000)]
-        )
+        results = await asyncio.gather(*[ends.client.read(remote[8 * index : 8 * index + 8]) for index in range(1000)])
         assert b"".join(results) == pattern(8000)
 
 

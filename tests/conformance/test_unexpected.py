@@ -19,9 +19,7 @@ def _unreceived_send_waits() -> None:
         return capabilities().unreceived_send_waits
 
     if not asyncio.run(ask()):
-        pytest.skip(
-            f"on {DEVICE} a SEND without a receive ends the connection (Capabilities.unreceived_send_waits)"
-        )
+        pytest.skip(f"on {DEVICE} a SEND without a receive ends the connection (Capabilities.unreceived_send_waits)")
 
 
 async def test_read_between_send_and_recv() -> None:

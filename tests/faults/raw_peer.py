@@ -76,7 +76,14 @@ def tagged(opcode: int, stag: int, to: int, payload: bytes = b"", *, last: bool 
 
 
 def untagged(
-    opcode: int, queue: int, msn: int, payload: bytes = b"", *, offset: int = 0, last: bool = True, control: int | None = None
+    opcode: int,
+    queue: int,
+    msn: int,
+    payload: bytes = b"",
+    *,
+    offset: int = 0,
+    last: bool = True,
+    control: int | None = None,
 ) -> bytes:
     """Make an FPDU of an untagged message; `control` replaces both control bytes."""
     if control is None:

@@ -283,7 +283,9 @@ async def test_ends_in_the_middle_of_a_response() -> None:
         local = conn.alloc(1 << 20)
         reading = conn.read(_REMOTE[: 1 << 20], into=local)
         await peer.fpdu()
-        await peer.send(raw_peer.tagged(raw_peer.READ_RESPONSE, local.lkey, local.addr, bytes(30000), last=False)[:20000])
+        await peer.send(
+            raw_peer.tagged(raw_peer.READ_RESPONSE, local.lkey, local.addr, bytes(30000), last=False)[:20000]
+        )
         peer.close()
         with pytest.raises(FlushedError) as caught:
             await reading

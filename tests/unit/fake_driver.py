@@ -106,9 +106,7 @@ class FakeQP:
         refuse: the next posts fail: at which request, or None for one that is taken.
     """
 
-    def __init__(
-        self, qp_num: int, send_cq: FakeCQ, recv_cq: FakeCQ, max_send_wr: int, max_recv_wr: int
-    ) -> None:
+    def __init__(self, qp_num: int, send_cq: FakeCQ, recv_cq: FakeCQ, max_send_wr: int, max_recv_wr: int) -> None:
         self.qp_num = qp_num
         self.send_cq = send_cq
         self.recv_cq = recv_cq

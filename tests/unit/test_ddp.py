@@ -14,12 +14,9 @@ from aiordma.types import SGE
 from tests.unit.wire import End, agreed, read_request, tagged, untagged
 
 # Captured on loopback between two siw devices: an rping of 64 bytes, and a WRITE to an unknown STag.
-SEND = bytes.fromhex(
-    "0022 4143 00000000 00000000 00000001 00000000 000055d75e26daa0 6ec0d800 00000040 00000000"
-)
+SEND = bytes.fromhex("0022 4143 00000000 00000000 00000001 00000000 000055d75e26daa0 6ec0d800 00000040 00000000")
 READ_REQUEST = bytes.fromhex(
-    "002e 4141 00000000 00000001 00000001 00000000"
-    "81ddfd00 000055f37db33bc0 00000040 6ec0d800 000055d75e26daa0 00000000"
+    "002e 4141 00000000 00000001 00000001 0000000081ddfd00 000055f37db33bc0 00000040 6ec0d800 000055d75e26daa0 00000000"
 )
 READ_RESPONSE = bytes.fromhex("004e c142 81ddfd00 000055f37db33bc0" + "a5" * 64 + "00000000")
 WRITE = bytes.fromhex("004e c140 15b9d500 000055d75e261bc0" + "5a" * 64 + "00000000")
@@ -240,9 +237,7 @@ def test_control(control: int) -> None:
 # -- segmentation --------------------------------------------------------------------------------------------
 
 
-@given(
-    parts=st.lists(st.binary(max_size=40), max_size=5), start=st.integers(0, 210), length=st.integers(0, 210)
-)
+@given(parts=st.lists(st.binary(max_size=40), max_size=5), start=st.integers(0, 210), length=st.integers(0, 210))
 def test_gather(parts: list[bytes], start: int, length: int) -> None:
     """Cutting a gather list is cutting what it joins to."""
     views = [memoryview(part) for part in parts]

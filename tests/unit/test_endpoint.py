@@ -249,9 +249,7 @@ def test_large_send_completes_when_it_left() -> None:
 # -- faults of this side's own requests ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "opcode", [Opcode.SEND, Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ]
-)
+@pytest.mark.parametrize("opcode", [Opcode.SEND, Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ])
 @pytest.mark.parametrize("fault", ["key", "below", "above", "domain", "freed"])
 def test_bad_local_memory(opcode: Opcode, fault: str) -> None:
     """A request whose local memory doesn't fit fails with LOC_PROT_ERR; what is behind it is flushed."""

@@ -154,9 +154,7 @@ def feed(end: End, data: bytes, split: list[int]) -> Pipe:
     return pipe
 
 
-splits = st.lists(
-    st.one_of(st.integers(1, 60), st.integers(1, 5000), st.just(1 << 20)), min_size=1, max_size=8
-)
+splits = st.lists(st.one_of(st.integers(1, 60), st.integers(1, 5000), st.just(1 << 20)), min_size=1, max_size=8)
 modest = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
 

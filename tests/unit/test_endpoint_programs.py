@@ -47,9 +47,7 @@ sizes = st.one_of(
     st.integers(0, 300 * 1024),
 )
 ops = st.builds(Op, st.booleans(), st.sampled_from(KINDS), sizes, st.integers(0, 1 << 32), st.integers(0, 3))
-splits = st.lists(
-    st.one_of(st.integers(1, 40), st.integers(1, 2000), st.integers(1, 1 << 16)), min_size=1, max_size=12
-)
+splits = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 2000), st.integers(1, 1 << 16)), min_size=1, max_size=12)
 
 
 class Side:
@@ -132,9 +130,7 @@ class Poster:
         at = chance.randint(0, TARGET - size)
         flags = self._fenced(flags, range(at, at + size))
         opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
-        wr = self.side.end.post(
-            opcode, sg_list, to=self.peer.target, at=at, flags=flags, inline=inline, imm=imm or 0
-        )
+        wr = self.side.end.post(opcode, sg_list, to=self.peer.target, at=at, flags=flags, inline=inline, imm=imm or 0)
         self.peer.model_target[at : at + size] = data
         self._posted(wr.wr_id, flags, WCOpcode.RDMA_WRITE)
 
@@ -186,9 +182,7 @@ class Poster:
         count, size = chance.randint(1, 40), size % 5000
         at, into = self._offsets(count, size, chance), self._offsets(count, size, chance)
         flags &= ~SendFlags.FENCE
-        run = self.side.end.post_run(
-            Opcode.RDMA_READ, self.side.sink, into, self.peer.target, at, size, flags=flags
-        )
+        run = self.side.end.post_run(Opcode.RDMA_READ, self.side.sink, into, self.peer.target, at, size, flags=flags)
         for source, sink in zip(at, into, strict=True):
             self.side.unfenced.append(range(source, source + size))
             self.side.model_sink[sink : sink + size] = self.peer.model_target[source : source + size]
@@ -201,9 +195,7 @@ class Poster:
         if self._fenced(flags & ~SendFlags.FENCE, range(min(at), max(at) + size)) & SendFlags.FENCE:
             self.side.end.post(Opcode.RDMA_WRITE, flags=SendFlags.FENCE)
         flags &= ~SendFlags.FENCE
-        run = self.side.end.post_run(
-            Opcode.RDMA_WRITE, self.side.source, out, self.peer.target, at, size, flags=flags
-        )
+        run = self.side.end.post_run(Opcode.RDMA_WRITE, self.side.source, out, self.peer.target, at, size, flags=flags)
         for target, source in zip(at, out, strict=True):
             self.peer.model_target[target : target + size] = self.side.source.view[source : source + size]
         self._posted(run.wr_id, flags, WCOpcode.RDMA_WRITE)

@@ -35,8 +35,7 @@ class Victim:
         """Give Read Requests that are a run, then the responses to ours, all right."""
         requests = [read_request(self.source.key, 0x2000 + 9 * n, SIZE, msn=n) for n in range(1, COUNT + 1)]
         responses = [
-            tagged(ddp.OP_READ_RESPONSE, self.sink.key, 0x1000 + SIZE * n, bytes((n,)) * SIZE)
-            for n in range(COUNT)
+            tagged(ddp.OP_READ_RESPONSE, self.sink.key, 0x1000 + SIZE * n, bytes((n,)) * SIZE) for n in range(COUNT)
         ]
         return [*requests, *responses, tagged(ddp.OP_READ_RESPONSE, 0, 0)]
 
@@ -104,9 +103,7 @@ def test_as_one_by_one(
         changed = bytearray(stream[index])
         start, size = field
         old = int.from_bytes(changed[start : start + size], "big")
-        new = {"0": 0, "max": -1, "+1": old + 1, "-1": old - 1, "+9": old + 9, "-9": old - 9}.get(
-            str(value), value
-        )
+        new = {"0": 0, "max": -1, "+1": old + 1, "-1": old - 1, "+9": old + 9, "-9": old - 9}.get(str(value), value)
         assert isinstance(new, int)
         if start + size <= len(changed) - 4:
             changed[start : start + size] = (new & (1 << 8 * size) - 1).to_bytes(size, "big")
@@ -267,9 +264,7 @@ def test_expand() -> None:
         assert [wr.remote_addr for wr in requests] == [10, 20, 30][start:]
         assert [wr.rkey for wr in requests] == [2] * (3 - start)
         sges: list[SGE] = [wr.sg_list[0] for wr in requests]
-        assert [(sge.addr, sge.length, sge.lkey) for sge in sges] == [
-            (addr, 8, 1) for addr in (100, 200, 300)
-        ][start:]
+        assert [(sge.addr, sge.length, sge.lkey) for sge in sges] == [(addr, 8, 1) for addr in (100, 200, 300)][start:]
 
 
 def test_sizes() -> None:

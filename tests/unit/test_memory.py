@@ -123,9 +123,7 @@ def test_rights(domain: Domain, asked: Access, given_: Access) -> None:
     region.deregister()
 
 
-@pytest.mark.parametrize(
-    "wrong", [5, "text", None, object(), [1, 2], memoryview(bytearray(8))[::2], np.zeros(8)[::2]]
-)
+@pytest.mark.parametrize("wrong", [5, "text", None, object(), [1, 2], memoryview(bytearray(8))[::2], np.zeros(8)[::2]])
 def test_not_registrable(domain: Domain, wrong: Any) -> None:
     """What isn't a buffer, or isn't contiguous, is a TypeError that names its type."""
     with pytest.raises(TypeError):
@@ -222,9 +220,7 @@ def test_a_slice_keeps_its_region(domain: Domain) -> None:
     assert not domain.regions
 
 
-@pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="the buffer protocol for Python classes came with 3.12"
-)
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the buffer protocol for Python classes came with 3.12")
 def test_buffer_protocol(domain: Domain) -> None:
     """memoryview() of registered memory is its view."""
     region = domain.pd.register(bytearray(b"abcdef"))

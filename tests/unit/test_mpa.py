@@ -46,14 +46,11 @@ SIW_REQUEST = bytes.fromhex("4d504120494420526571204672616d65 10 02 0004 0001 00
 SIW_REPLY = bytes.fromhex("4d504120494420526570204672616d65 10 02 0004 0001 0001")
 SIW_SEND = "0022 4143 00000000 00000000 00000001 00000000 000055d75e26daa0 6ec0d800 00000040 00000000"
 SIW_READ_REQUEST = (
-    "002e 4141 00000000 00000001 00000001 00000000"
-    "81ddfd00 000055f37db33bc0 00000040 6ec0d800 000055d75e26daa0 00000000"
+    "002e 4141 00000000 00000001 00000001 0000000081ddfd00 000055f37db33bc0 00000040 6ec0d800 000055d75e26daa0 00000000"
 )
 SIW_READ_RESPONSE = "004e c142 81ddfd00 000055f37db33bc0" + "a5" * 64 + "00000000"
 SIW_WRITE = "004e c140 15b9d500 000055d75e261bc0" + "5a" * 64 + "00000000"
-SIW_TERMINATE = (
-    "0026 4147 00000000 00000002 00000001 00000000 11000300 0008 c140 deadbe00 0000000000001000 00000000"
-)
+SIW_TERMINATE = "0026 4147 00000000 00000002 00000001 00000000 11000300 0008 c140 deadbe00 0000000000001000 00000000"
 RFC_SEND = bytes.fromhex("002a4143 00000000 00000000 00000001 00000000") + bytes(24)
 RTR_WRITE = bytes.fromhex("000ec140 00000001 0000000000000000")
 
@@ -110,9 +107,7 @@ def reply_with(initiator: Initiator, **changes: Any) -> StartupFrame:
 
 
 depths = st.integers(0, 0x3FFF)
-kinds = st.sampled_from(
-    [RTR(b | c | d) for b in (0, RTR.SEND) for c in (0, RTR.WRITE) for d in (0, RTR.READ)]
-)
+kinds = st.sampled_from([RTR(b | c | d) for b in (0, RTR.SEND) for c in (0, RTR.WRITE) for d in (0, RTR.READ)])
 plain_frames = st.builds(
     StartupFrame,
     reply=st.booleans(),
@@ -247,9 +242,7 @@ def test_largest_private_data() -> None:
             attrs.evolve(frame, private_data=bytes(size + 1)).encode()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"ird": 0x4000}, {"ord": -1}, {"revision": 0}, {"revision": 3}, {"flags": 16}]
-)
+@pytest.mark.parametrize("changes", [{"ird": 0x4000}, {"ord": -1}, {"revision": 0}, {"revision": 3}, {"flags": 16}])
 def test_frame_fields_are_bounded(changes: dict[str, Any]) -> None:
     """A field that doesn't fit its place on the wire is refused, not spilled into its neighbour."""
     with pytest.raises(ValueError, match=next(iter(changes))):
@@ -295,9 +288,7 @@ def expected_fault(ours: MPAConfig, theirs: MPAConfig) -> tuple[str, int] | None
 
 
 @given(ours=configs, theirs=configs, ird=st.none() | st.integers(0, 40), ord_=st.none() | st.integers(0, 40))
-def test_any_two_configurations(
-    ours: MPAConfig, theirs: MPAConfig, ird: int | None, ord_: int | None
-) -> None:
+def test_any_two_configurations(ours: MPAConfig, theirs: MPAConfig, ird: int | None, ord_: int | None) -> None:
     """Any initiator and any responder agree on the same, or one of them names the RFC's fault."""
     ird = theirs.ird if ird is None else ird
     ord_ = theirs.ord if ord_ is None else ord_
@@ -554,9 +545,7 @@ def test_ours_by_the_reply(flags: int, ours: bool) -> None:
     assert completed(Initiator(attrs.evolve(CONFIG, announce=False)), reply).ours is False
 
 
-@pytest.mark.parametrize(
-    ("flags", "ours"), [(0x04, True), (0x0C, True), (0x00, False), (0x08, False), (0x02, False)]
-)
+@pytest.mark.parametrize(("flags", "ours"), [(0x04, True), (0x0C, True), (0x00, False), (0x08, False), (0x02, False)])
 def test_ours_by_the_request(flags: int, ours: bool) -> None:
     """Only a Request with our question is answered, by our own flag alone."""
     request = StartupFrame(reply=False, enhanced=True, flags=flags, ird=1, ord=1)
@@ -603,9 +592,7 @@ def test_rtr_declined_or_not_asked_for() -> None:
 
 def test_responder_grants_what_is_common() -> None:
     """The responder grants the kinds it shares with the initiator."""
-    request = StartupFrame(
-        reply=False, enhanced=True, peer_to_peer=True, rtr=RTR.READ | RTR.SEND, ird=1, ord=1
-    )
+    request = StartupFrame(reply=False, enhanced=True, peer_to_peer=True, rtr=RTR.READ | RTR.SEND, ird=1, ord=1)
     for takes, granted in ((ANY_RTR, RTR.READ | RTR.SEND), (RTR.READ | RTR.WRITE, RTR.READ)):
         reply, agreed = accepted(request, attrs.evolve(CONFIG, rtr=takes))
         assert reply.peer_to_peer
@@ -622,9 +609,7 @@ def test_responder_names_what_it_takes() -> None:
 
 def test_responder_without_ird_takes_no_read() -> None:
     """A zero-length READ is a READ: a responder that accepts none doesn't take one as RTR."""
-    request = StartupFrame(
-        reply=False, enhanced=True, peer_to_peer=True, rtr=RTR.WRITE | RTR.READ, ird=1, ord=1
-    )
+    request = StartupFrame(reply=False, enhanced=True, peer_to_peer=True, rtr=RTR.WRITE | RTR.READ, ird=1, ord=1)
     reply, _ = accepted(request, attrs.evolve(CONFIG, ird=0))
     assert reply.rtr == RTR.WRITE
     reply, agreed = accepted(request, attrs.evolve(CONFIG, ird=0, rtr=RTR.READ))
@@ -676,9 +661,7 @@ def strip_markers(stream: bytes, *, crc: bool) -> list[bytes]:
         assert stream[at : at + 4] == bytes(2) + distance.to_bytes(2, "big")
     result = []
     for start, end in fpdus:
-        first = start + 4 * (
-            start // 508 + (start % 508 != 0)
-        )  # with the marker right before it, if there is one
+        first = start + 4 * (start // 508 + (start % 508 != 0))  # with the marker right before it, if there is one
         field = end - 4 + 4 * ((end - 4) // 508 + 1)
         expected = reference_crc(stream[first:field]) if crc else bytes(4)
         assert stream[field : field + 4] == expected
@@ -795,9 +778,7 @@ def test_payload_is_not_copied_between_markers() -> None:
 
 @pytest.mark.parametrize("crc", [False, pytest.param(True, marks=needs_crc)])
 @given(
-    sizes=st.lists(
-        st.integers(0, 1100) | st.sampled_from([498, 502, 506, 1010, 1014]), min_size=1, max_size=5
-    ),
+    sizes=st.lists(st.integers(0, 1100) | st.sampled_from([498, 502, 506, 1010, 1014]), min_size=1, max_size=5),
     at=st.lists(st.integers(0, 1200), max_size=3),
 )
 def test_markers_against_reference(crc: bool, sizes: list[int], at: list[int]) -> None:

@@ -36,9 +36,7 @@ async def test_order_of_collected_reads() -> None:
         r.qp.post_read(memory[:8], 10, 7)
         r.batch(1)
         opcodes = [wr.opcode for wr in r.device.sends]
-        assert opcodes == [Opcode.RDMA_READ] * 4 + [Opcode.SEND] + [Opcode.RDMA_READ] * 2 + [
-            Opcode.RDMA_WRITE
-        ]
+        assert opcodes == [Opcode.RDMA_READ] * 4 + [Opcode.SEND] + [Opcode.RDMA_READ] * 2 + [Opcode.RDMA_WRITE]
         r.complete(8)
 
 

@@ -225,9 +225,7 @@ def test_plain_fetch_add(old: int, data: int) -> None:
 
 
 @given(old=U64, swap=U64, swap_mask=U64, compare=U64, compare_mask=U64, equal=st.booleans())
-def test_masked_compare_swap(
-    old: int, swap: int, swap_mask: int, compare: int, compare_mask: int, equal: bool
-) -> None:
+def test_masked_compare_swap(old: int, swap: int, swap_mask: int, compare: int, compare_mask: int, equal: bool) -> None:
     """CMP_AND_SWP compares under one mask, bit by bit, and swaps under the other (RFC 7306 section 5.1.2)."""
     if equal:
         compare = compare & ~compare_mask | old & compare_mask

@@ -79,9 +79,7 @@ class Memory:
     @property
     def content(self) -> bytes:
         """What it holds; fails if a guard byte changed."""
-        assert self._raw[:GUARD] == self._raw[GUARD + self.length :] == _GUARD_BYTE * GUARD, (
-            "a guard byte changed"
-        )
+        assert self._raw[:GUARD] == self._raw[GUARD + self.length :] == _GUARD_BYTE * GUARD, "a guard byte changed"
         return bytes(self.view)
 
 
@@ -104,9 +102,7 @@ class End:
     def _report(self, event: AsyncEventType, reason: str) -> None:
         self.reports.append((event, reason))
 
-    def memory(
-        self, data: int | bytes, access: int = ALL, *, addr: int = 0x10_0000, pd: object = None
-    ) -> Memory:
+    def memory(self, data: int | bytes, access: int = ALL, *, addr: int = 0x10_0000, pd: object = None) -> Memory:
         """Register memory."""
         return Memory(self, data, access, addr=addr, pd=pd)
 
@@ -363,9 +359,7 @@ class Wire:
         """Let one side send or receive once; gives the bytes that moved."""
         pipes = [self.to_server, self.to_client]
         self._random.shuffle(pipes)
-        actions: list[Callable[[int], int]] = [
-            action for pipe in pipes for action in (pipe.send, pipe.deliver)
-        ]
+        actions: list[Callable[[int], int]] = [action for pipe in pipes for action in (pipe.send, pipe.deliver)]
         if self._random.random() < 0.5:
             actions.reverse()
         # A long program in small pieces would take for ever; its end comes in large ones.
@@ -397,11 +391,7 @@ def fpdu(ulpdu: bytes) -> bytes:
 
 def tagged(opcode: int, stag: int, to: int, payload: bytes = b"", *, control: int = ddp.TAGGED_LAST) -> bytes:
     """Make a tagged FPDU."""
-    return (
-        ddp.TAGGED_HEADER.pack(14 + len(payload), control | opcode, stag, to)
-        + payload
-        + trailer(14 + len(payload))
-    )
+    return ddp.TAGGED_HEADER.pack(14 + len(payload), control | opcode, stag, to) + payload + trailer(14 + len(payload))
 
 
 def untagged(
@@ -410,11 +400,7 @@ def untagged(
 ) -> bytes:  # fmt: skip
     """Make an untagged FPDU."""
     length = 18 + len(payload)
-    return (
-        ddp.UNTAGGED_HEADER.pack(length, control | opcode, invalidate, qn, msn, mo)
-        + payload
-        + trailer(length)
-    )
+    return ddp.UNTAGGED_HEADER.pack(length, control | opcode, invalidate, qn, msn, mo) + payload + trailer(length)
 
 
 def read_request(

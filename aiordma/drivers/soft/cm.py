@@ -77,9 +77,7 @@ class SoftCMID:
     # -- both sides -------------------------------------------------------------------------------------------------
 
     def _emit(self, event: CMEventType, *, status: int = 0, private_data: bytes = b"", reason: str = "") -> None:
-        self._emit_event(
-            CMEvent(event=event, id=self, status=status, private_data=private_data, reason=reason)
-        )
+        self._emit_event(CMEvent(event=event, id=self, status=status, private_data=private_data, reason=reason))
 
     def _emit_event(self, event: CMEvent) -> None:
         """Report later in the loop, never within a call of the user's; not after destroy()."""
@@ -290,7 +288,9 @@ class SoftCMID:
                 reason=f"{reason}: nothing listens on TCP port {self.peer_addr[1]} there",
             )
         elif status in (errno.ECONNRESET, errno.EPIPE):
-            self._emit(CMEventType.REJECTED, status=-status, reason="the peer reset the connection before its MPA Reply")
+            self._emit(
+                CMEventType.REJECTED, status=-status, reason="the peer reset the connection before its MPA Reply"
+            )
         else:
             self._emit(CMEventType.UNREACHABLE, status=-status, reason=reason)
 

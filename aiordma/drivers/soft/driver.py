@@ -48,8 +48,6 @@ class SoftDriver:
             context = self._contexts[loop] = SoftContext(loop)
         return context
 
-    def create_cm_channel(
-        self, loop: asyncio.AbstractEventLoop, on_event: Callable[[CMEvent], None]
-    ) -> SoftCMChannel:
+    def create_cm_channel(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[CMEvent], None]) -> SoftCMChannel:
         """Create the connection manager's event channel for a loop."""
         return SoftCMChannel(self.open(NAME, loop), on_event)

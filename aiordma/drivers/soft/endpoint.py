@@ -239,9 +239,7 @@ class Endpoint:
             self._fail_recv(error.status)
             return end
         except TooLong:
-            self._fail_recv(
-                WCStatus.LOC_LEN_ERR, fault(DDP_UNTAGGED, 5), bytes(buf[pos : min(end, pos + 20)])
-            )
+            self._fail_recv(WCStatus.LOC_LEN_ERR, fault(DDP_UNTAGGED, 5), bytes(buf[pos : min(end, pos + 20)]))
             return end
         return pos if self.state is _RTS else end
 
@@ -607,7 +605,12 @@ class Endpoint:
             raise fault(DDP_UNTAGGED, 4 if mo else 3)
         self._atomic_msn = msn + 1 & ddp.MASK32
         outstanding = self.send_queue.outstanding
-        if not outstanding or isinstance(outstanding[0], ReadRun) or not outstanding[0][5] or outstanding[0][2] != request:
+        if (
+            not outstanding
+            or isinstance(outstanding[0], ReadRun)
+            or not outstanding[0][5]
+            or outstanding[0][2] != request
+        ):
             raise fault(RDMAP_OPERATION, 6)
         # Verbs deliver the old value in the host's byte order.
         ddp.NATIVE_U64.pack_into(outstanding[0][1][0], 0, old)

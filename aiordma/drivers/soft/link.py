@@ -59,7 +59,9 @@ class Link:
         self._staging = staging
         self._on_progress = on_progress
         self._on_closed = on_closed
-        self._framer = Framer(crc=agreed.crc, markers=agreed.send_markers) if agreed.crc or agreed.send_markers else None
+        self._framer = (
+            Framer(crc=agreed.crc, markers=agreed.send_markers) if agreed.crc or agreed.send_markers else None
+        )
         # Markers tie each FPDU to its place in the stream: then one is framed only when it is sent.
         self._gather = agreed.ours and not agreed.send_markers
         self._plain = self._gather and self._framer is None

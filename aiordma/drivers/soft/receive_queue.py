@@ -204,4 +204,3 @@ class ReceiveQueue:
         self._kept.clear()
         self.kept_bytes = 0
         self.current = None
-

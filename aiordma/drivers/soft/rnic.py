@@ -123,9 +123,7 @@ class SoftQP:
         self._max_sge = max_sge
         self._closed = False
         self.link: Link | None = None
-        self.endpoint = Endpoint(
-            qp_num, context.stags, pd, send_cq, recv_cq, self._report, recv_bound=KEPT_BYTES
-        )
+        self.endpoint = Endpoint(qp_num, context.stags, pd, send_cq, recv_cq, self._report, recv_bound=KEPT_BYTES)
 
     @property
     def state(self) -> QPState:

@@ -67,9 +67,7 @@ def response_size(size: int) -> int:
     return 16 + size + len(TRAILERS[ddp.TAGGED_ULPDU + size & 3])
 
 
-def encode_requests(
-    msn: int, stag: int, sinks: Sequence[int], size: int, rkey: int, sources: Sequence[int]
-) -> bytes:
+def encode_requests(msn: int, stag: int, sinks: Sequence[int], size: int, rkey: int, sources: Sequence[int]) -> bytes:
     """Make the Read Requests of a run, numbered from `msn` on, which must not wrap."""
     count = len(sinks)
     fields: list[int | bytes] = [_REQUEST_FRONT] * (6 * count)
@@ -121,9 +119,7 @@ class Requests:
         return _responses(count, size).pack(*fields)
 
 
-def decode_responses(
-    buf: memoryview, pos: int, stag: int, sinks: Sequence[int], size: int
-) -> Sequence[bytes]:
+def decode_responses(buf: memoryview, pos: int, stag: int, sinks: Sequence[int], size: int) -> Sequence[bytes]:
     """Take responses of a run apart: the payloads of those, from the first on, that are exactly what is expected."""
     fields = _received_responses(len(sinks), size).unpack_from(buf, pos)
     count = _prefix(fields[0::3], _response_front(size) + _U32.pack(stag))

@@ -264,9 +264,7 @@ class SendQueue:
             opcode = ddp.OP_SEND_SE if solicited else ddp.OP_SEND
         if total <= self._small_limit:
             length = ddp.UNTAGGED_ULPDU + total
-            header = ddp.UNTAGGED_HEADER.pack(
-                length, ddp.UNTAGGED_LAST | opcode, invalidate, ddp.QN_SEND, msn, 0
-            )
+            header = ddp.UNTAGGED_HEADER.pack(length, ddp.UNTAGGED_LAST | opcode, invalidate, ddp.QN_SEND, msn, 0)
             self._put(b"".join((header, *views, TRAILERS[length & 3])))
             self._copied(wr)
         else:
