@@ -107,10 +107,11 @@ class ConnectRequest:
         self._cm_id.reject(private_data)
         self._drop()
 
-    async def abandon(self) -> None:
-        """Reject it, if it has no answer yet. Idempotent."""
+    def abandon(self) -> None:
+        """Reject it at once, if it has no answer yet. Idempotent."""
         if not self._answered:
-            await self.reject()
+            self._answered = True
+            self._drop()
 
     def _check_unanswered(self) -> None:
         if self._answered:
@@ -199,11 +200,7 @@ class Listener:
         if self._closed:
             return
         self._closed = True
-        _destroy(self._cm_ids)
-        while not self._queue.empty():
-            request = self._queue.get_nowait()
-            if request is not None:
-                await request.reject(b"")
+        _destroy(self._cm_ids, self._queue)
         self._queue.put_nowait(None)
 
     async def __aenter__(self) -> Self:
@@ -217,9 +214,9 @@ class Listener:
             return
         warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
         if self._loop.is_closed():
-            _destroy(self._cm_ids)
+            _destroy(self._cm_ids, self._queue)
         else:  # the collector may run in any thread
-            self._loop.call_soon_threadsafe(_destroy, self._cm_ids)
+            self._loop.call_soon_threadsafe(_destroy, self._cm_ids, self._queue)
 
     def __repr__(self) -> str:
         return f"<Listener {self.endpoints}{' closed' if self._closed else ''}>"
@@ -241,9 +238,14 @@ def _into(
     return take
 
 
-def _destroy(cm_ids: list[CMID]) -> None:
+def _destroy(cm_ids: list[CMID], queue: asyncio.Queue[ConnectRequest | None]) -> None:
+    """Stop listening, and reject what nobody took."""
     for cm_id in cm_ids:
         cm_id.destroy()
+    while not queue.empty():
+        request = queue.get_nowait()
+        if request is not None:
+            request.abandon()
 
 
 def listen(
@@ -369,13 +371,13 @@ class Server:
         except Exception as error:  # noqa: BLE001 - whatever a handler raises concerns its connection only
             if connection is None and isinstance(error, (ConnectionError, ClosedError)):
                 return  # the peer left before it was accepted: no fault of anyone's here
-            # Without the task: Python 3.12 and newer would run the exception handler in its context, which is entered here.
+            # Without the task: Python 3.12 would run the exception handler in its context, which is entered already.
             self._loop.call_exception_handler(
                 {"message": f"the handler of {connection or request!r} failed", "exception": error}
             )
         finally:
             if connection is None:
-                await request.abandon()
+                request.abandon()
             self.connections.discard(connection)  # type: ignore[arg-type]
 
     async def serve_forever(self) -> None:

@@ -22,15 +22,25 @@ from tests.conftest import LOOPS
 _REMOTE = RemoteRegion(0x1000, 1 << 20, 0x1234)
 
 
+def _collect(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Collect all garbage, and give the text of every warning, which must be a ResourceWarning."""
+    texts: list[str] = []
+    gc.collect()
+    while caught:
+        assert all(warning.category is ResourceWarning for warning in caught)
+        texts += [str(warning.message) for warning in caught]
+        caught.clear()  # a warning holds the object that it is about
+        gc.collect()
+    return texts
+
+
 @contextmanager
 def _warned(*texts: str) -> Iterator[None]:
-    """Collect, and expect a ResourceWarning with each of these in it, and no other warning."""
+    """Expect a ResourceWarning with each of these in it, by the end of the block, and no other warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-        gc.collect()
-    assert all(warning.category is ResourceWarning for warning in caught)
-    found = sorted(str(warning.message) for warning in caught)
+        found = _collect(caught)
     assert len(found) == len(texts), found
     for text in texts:
         assert any(text in message for message in found), found
@@ -258,9 +268,7 @@ def test_loop_closed_under_it(kind: str, name: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opened.clear()
-        gc.collect()
-    messages = [str(warning.message) for warning in caught]
-    assert all(warning.category is ResourceWarning for warning in caught)
+        messages = _collect(caught)
     assert len(messages) == count, messages
     assert _sockets() == before
     assert not errors
@@ -300,7 +308,7 @@ def test_runner_cancels_what_is_under_way(kind: str) -> None:
             asyncio.create_task(_connect(listener.port)),
             asyncio.create_task(client.alloc(8).idle()),
         ]
-        client.read(_REMOTE[:8])
+        client.barrier()
         for _ in range(3):
             await asyncio.sleep(0)
         keep.extend(tasks)
@@ -311,6 +319,5 @@ def test_runner_cancels_what_is_under_way(kind: str) -> None:
         with asyncio.Runner(loop_factory=LOOPS[kind]) as runner:
             runner.run(main())
         keep.clear()
-        gc.collect()
-    assert all(warning.category is ResourceWarning for warning in caught)
+        _collect(caught)
     assert _sockets() == before

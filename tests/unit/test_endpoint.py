@@ -156,9 +156,9 @@ def test_sequence_numbers_wrap() -> None:
     before = ddp.MASK32 - 1
     near, far = wire.client.endpoint, wire.server.endpoint
     near.send_queue._send_msn = near.send_queue._request_msn = before
-    far._recv_msn = far._request_msn = ddp.MASK32
+    far.receive_queue.msn = far.responder.request_msn = ddp.MASK32
     near._atomic_msn = ddp.MASK32
-    far._atomic_msn_sent = before
+    far.responder.atomic_msn = before
     sink = wire.client.memory(8)
     for _ in range(3):
         wire.server.receive()
@@ -170,7 +170,7 @@ def test_sequence_numbers_wrap() -> None:
         wire.pump()
     assert [c[1] for c in wire.client.sent()] == [0] * 12
     assert len(wire.server.received()) == 6
-    assert far._recv_msn == far._request_msn == 5
+    assert far.receive_queue.msn == far.responder.request_msn == 5
     assert near._atomic_msn == 2
 
 

@@ -5,24 +5,24 @@ The link feeds it bytes and sends what is in its outbox. The rules are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from aiordma.drivers.soft import ddp, runs
 from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_OPERATION, RDMAP_PROTECTION, fault
-from aiordma.drivers.soft.mpa import RTR, TRAILERS, Negotiated, check_crc
+from aiordma.drivers.soft.mpa import RTR, Negotiated, check_crc
 from aiordma.drivers.soft.outbox import Outbox
 from aiordma.drivers.soft.receive_queue import Message, ReceiveQueue, TooLong
+from aiordma.drivers.soft.responder import Responder
 from aiordma.drivers.soft.send_queue import COPY_LIMIT, CompletionSink, ReadRun, SendFault, SendQueue
-from aiordma.drivers.soft.stag import LocalFault, Region, StagTable
-from aiordma.enums import Access, AsyncEventType, QPState, WCStatus
+from aiordma.drivers.soft.stag import LocalFault, StagTable
+from aiordma.enums import AsyncEventType, QPState, WCStatus
 from aiordma.errors import ProtocolError
 from aiordma.types import RecvWR, RunWR, SendWR
 
 _PREFIX: Final = ddp.PREFIX.unpack_from
 _TAGGED: Final = ddp.TAGGED_HEADER.unpack_from
 _UNTAGGED: Final = ddp.UNTAGGED_HEADER.unpack_from
-_READ_REQUEST: Final = ddp.READ_REQUEST.unpack_from
 
 #: The smallest FPDU, a tagged one of nothing.
 _SMALLEST: Final = 20
@@ -34,13 +34,8 @@ _WRITE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_WRITE
 _WRITE_MORE: Final = ddp.TAGGED | ddp.OP_WRITE
 _RESPONSE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_READ_RESPONSE
 _RESPONSE_MORE: Final = ddp.TAGGED | ddp.OP_READ_RESPONSE
-_PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
 _SEND_LAST: Final = ddp.UNTAGGED_LAST | ddp.OP_SEND
 _READ: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
-
-_REMOTE_READ: Final = int(Access.REMOTE_READ)
-#: Bytes behind a Read Request that make it worth looking for a run.
-_RUN_SIZE: Final = (runs.SHORTEST - 1) * runs.REQUEST_SIZE
 
 
 class Placement:
@@ -90,6 +85,7 @@ class Endpoint:
         self._report = report
         self.outbox = Outbox()
         self.send_queue = SendQueue(qp_num, stags, pd, self.outbox, send_sink)
+        self.responder = Responder(stags, pd, self.outbox)
         self.receive_queue = ReceiveQueue(qp_num, stags, pd, recv_sink, recv_bound)
         self.state = QPState.INIT
         self.placement: Placement | None = None
@@ -98,21 +94,12 @@ class Endpoint:
         self.terminating = False
         self.draining = False
         self._crc = False
-        self._joined = False
-        self._payload_limit = 0
-        self._small_limit = 0
         self._first = True
-        self._send_rtr_expected = False
-        self._responder_resources = 0
-        self._responses: list[int] = []
         self._response_got = 0
         self._written = 0
         self._last_write = 0
-        # Message sequence numbers expected next, and of the last Atomic Response sent (RFC 5041 section 5.1).
-        self._recv_msn = 1
-        self._request_msn = 1
+        #: Sequence number of the next Atomic Response (RFC 5041 section 5.1).
         self._atomic_msn = 1
-        self._atomic_msn_sent = 0
 
     # -- from above -------------------------------------------------------------------------------------------------
 
@@ -125,11 +112,8 @@ class Endpoint:
             mulpdu: the largest ULPDU towards this peer.
             joined: FPDUs leave as they are made, several in one buffer: no CRC, no markers, no record boundaries.
         """
-        self._joined = joined
         self._crc = agreed.crc
-        self._payload_limit = mulpdu - ddp.TAGGED_ULPDU & ~3
-        self._small_limit = min(COPY_LIMIT, self._payload_limit)
-        self._responder_resources = agreed.ird
+        self.responder.start(agreed.ird, mulpdu, joined=joined)
         self.state = QPState.RTS
         queue = self.send_queue
         queue.start(agreed.ord, mulpdu, joined=joined)
@@ -144,7 +128,7 @@ class Endpoint:
             queue.release()
         else:
             # A responder sends no FPDU before it has received one.
-            self._send_rtr_expected = bool(agreed.rtr & RTR.SEND)
+            self.receive_queue.rtr_expected = bool(agreed.rtr & RTR.SEND)
 
     def post_send(self, wrs: Sequence[SendWR]) -> None:
         """Execute send work requests in order."""
@@ -205,24 +189,15 @@ class Endpoint:
                     return pos + self._receive_part(buf, pos, end, length, control)
                 if self._crc:
                     check_crc(buf[pos:after], after - pos - 4)
-                if control == _READ:
-                    if self._joined and end - after >= _RUN_SIZE and (count := self._read_run(buf, pos, end)):
-                        after = pos + count * runs.REQUEST_SIZE
-                    else:
-                        self._read_request(buf, pos, length)
+                if control == _RESPONSE_LAST:
+                    after = self._response(buf, pos, end, after, stag, to)
+                elif control == _READ:
+                    after = self.responder.read_request(buf, pos, end, length)
                 elif control == _WRITE_LAST and length > 14:
                     size = length - 14
                     self._stags.write_target(self._pd, stag, to, size)[:] = buf[pos + 16 : pos + 16 + size]
                     self._last_write, self._written = self._written + size, 0
-                elif control == _SEND_LAST and self._send_whole(buf, pos, length):
-                    pass
-                elif control == _RESPONSE_LAST or control == _WRITE_LAST:
-                    outstanding = self.send_queue.outstanding
-                    if control == _RESPONSE_LAST and outstanding and type(outstanding[0]) is ReadRun:
-                        after = self._response_run(outstanding[0], buf, pos, end)
-                    else:
-                        self._tagged_whole(buf, pos, control, stag, to, length - 14)
-                else:
+                elif control != _SEND_LAST or not self.receive_queue.whole(buf, pos, length):
                     self._other(buf, pos, length, control)
                 pos = after
                 if self._first:
@@ -273,7 +248,7 @@ class Endpoint:
             if placement.message is None:
                 self._tagged_done(placement.control, placement.size)
             elif placement.control & ddp.LAST:
-                self._deliver(placement.message)
+                self.receive_queue.last(placement.message)
             if self._first:
                 self._first_fpdu()
         except ProtocolError as error:
@@ -340,7 +315,7 @@ class Endpoint:
             if not self.receive_queue.receive_posted:
                 return 0  # a kept message grows by whole FPDUs that are here
             ddp.check_control(control)
-            message = self._send_segment(buf, pos, control)
+            message = self.receive_queue.segment(buf, pos, control)
             size = length - ddp.UNTAGGED_ULPDU
             placement = Placement(control, self.receive_queue.place(message, size), size, pad_and_crc, message)
             head = 20
@@ -358,19 +333,37 @@ class Endpoint:
 
     # -- tagged: Write and Read Response ----------------------------------------------------------------------------
 
+    def _response(self, buf: memoryview, pos: int, end: int, after: int, stag: int, to: int) -> int:
+        """Place the last segment of a response, or the responses of a run; gives the position after what was taken."""
+        size = (buf[pos] << 8 | buf[pos + 1]) - ddp.TAGGED_ULPDU
+        queue = self.send_queue
+        if queue.outstanding:
+            oldest = queue.outstanding[0]
+            if type(oldest) is tuple:
+                _, views, read_stag, read_to, total, atomic = oldest
+                if (
+                    stag == read_stag and to == read_to and size == total
+                    and len(views) == 1 and not self._response_got and not atomic
+                ):  # fmt: skip
+                    views[0][:] = buf[pos + 16 : pos + 16 + size]
+                    queue.responded()
+                    return after
+            elif count := self._response_run(oldest, buf, pos, end):
+                return pos + count
+        self._tagged_whole(buf, pos, _RESPONSE_LAST, stag, to, size)
+        return after
+
     def _response_run(self, run: ReadRun, buf: memoryview, pos: int, end: int) -> int:
-        """Place responses of a run, as many as are whole; gives the position behind them."""
+        """Place responses of a run, as many as are whole; gives the number of bytes they have."""
         wr = run.wr
         step = runs.response_size(wr.size)
         sinks = wr.local_addrs[run.start : run.start + min((end - pos) // step, runs.LONGEST)]
         payloads = runs.decode_responses(buf, pos, wr.lkey, sinks, wr.size) if sinks else ()
-        if not payloads:
-            # Not what is expected: let it be judged as the response to a single READ.
-            self.send_queue.unroll()
-            return pos
-        run.place(payloads)
-        self.send_queue.responded_run(run, len(payloads))
-        return pos + step * len(payloads)
+        if payloads:
+            run.place(payloads)
+            self.send_queue.responded_run(run, len(payloads))
+        # Else it isn't what is expected, and will be judged as the response to a single READ.
+        return step * len(payloads)
 
     def _tagged_whole(self, buf: memoryview, pos: int, control: int, stag: int, to: int, size: int) -> None:
         """Process a tagged FPDU that is all here."""
@@ -428,75 +421,8 @@ class Endpoint:
 
     # -- untagged -----------------------------------------------------------------------------------------------------
 
-    def _read_request(self, buf: memoryview, pos: int, length: int) -> None:
-        """Answer a Read Request from registered memory, without a copy where it is large."""
-        if length != ddp.READ_REQUEST_ULPDU:
-            raise fault(DDP_UNTAGGED, 5 if length > ddp.READ_REQUEST_ULPDU else 4)
-        _, _, _, qn, msn, mo, sink_stag, sink_to, size, stag, to = _READ_REQUEST(buf, pos)
-        if qn != 1 or msn != self._request_msn or mo or len(self._responses) >= self._responder_resources:
-            self._check_request(qn, msn, mo)
-        self._request_msn = msn + 1 & 0xFFFFFFFF
-        outbox = self.outbox
-        limit = self._small_limit
-        if 0 < size <= limit:
-            view = self._stags.read_source(self._pd, stag, to, size)[1]
-            ulpdu = size + 14
-            header = _PACK_TAGGED(ulpdu, _RESPONSE_LAST, sink_stag, sink_to)
-            outbox.put(b"".join((header, view, TRAILERS[ulpdu & 3])))
-        elif size:
-            region, view = self._stags.read_source(self._pd, stag, to, size)
-            limit = self._payload_limit
-            segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, sink_stag, sink_to, [view], size, limit)
-            outbox.put_message(_while_registered(region, segments), -(-size // limit))
-        else:  # the source of an empty READ must not be checked
-            outbox.put(_PACK_TAGGED(14, _RESPONSE_LAST, sink_stag, sink_to) + TRAILERS[2])
-        self._responses.append(outbox.queued)
-
-    def _read_run(self, buf: memoryview, pos: int, end: int) -> int:
-        """Answer many Read Requests at once, if they are alike; gives their number, or 0."""
-        step = runs.REQUEST_SIZE
-        # Size and source STag: without a look at the next one, requests that aren't alike would be taken apart in vain.
-        if buf[pos + 32 : pos + 40] != buf[pos + step + 32 : pos + step + 40]:
-            return 0
-        msn = self._request_msn
-        found = runs.Requests(buf, pos, min((end - pos) // step, runs.LONGEST), msn)
-        count = found.count
-        if count < runs.SHORTEST or not 0 < found.size <= self._small_limit or msn + count > ddp.MASK32:
-            return 0
-        if len(self._responses) + count > self._responder_resources:
-            self._drop_sent_responses()
-            if len(self._responses) + count > self._responder_resources:
-                return 0
-        region = self._stags.find(self._pd, found.stag, found.sources, found.size, _REMOTE_READ)
-        if region is None:
-            return 0
-        outbox = self.outbox
-        outbox.put(found.answer(region.whole, region.addr))
-        self._request_msn = msn + count
-        self._responses.extend((outbox.queued,) * count)
-        return count
-
-    def _drop_sent_responses(self) -> None:
-        """Forget the numbers of responses that left: done seldom, and many at once."""
-        # Of a run's responses, joined in one buffer, some are there before it has left as a whole.
-        sent = self.outbox.sent + self.outbox.partial
-        self._responses = [number for number in self._responses if number > sent]
-
-    def _check_request(self, qn: int, msn: int, mo: int) -> None:
-        """Check queue, sequence and count of a Read or Atomic Request."""
-        if qn != ddp.QN_REQUEST:
-            raise fault(DDP_UNTAGGED, 1)
-        if msn != self._request_msn:
-            raise fault(DDP_UNTAGGED, 3)
-        if mo:
-            raise fault(DDP_UNTAGGED, 4)
-        if len(self._responses) >= self._responder_resources:
-            self._drop_sent_responses()
-            if len(self._responses) >= self._responder_resources:
-                raise fault(DDP_UNTAGGED, 2)
-
     def _other(self, buf: memoryview, pos: int, length: int, control: int) -> None:
-        """Process a whole FPDU that isn't one of the three most frequent ones."""
+        """Process a whole FPDU that isn't one of the most frequent ones, or isn't what it should be."""
         ddp.check_control(control)
         opcode = control & 0xF
         if control & 0x8000:
@@ -506,17 +432,17 @@ class Endpoint:
         if length < ddp.UNTAGGED_ULPDU:
             raise fault(DDP_UNTAGGED, 4)
         if opcode in (ddp.OP_SEND, ddp.OP_SEND_SE, ddp.OP_SEND_INV, ddp.OP_SEND_SE_INV):
-            if self._send_rtr_expected and length == ddp.UNTAGGED_ULPDU and control & ddp.LAST:
-                self._send_rtr(buf, pos)
+            if self.receive_queue.rtr_expected and length == ddp.UNTAGGED_ULPDU and control & ddp.LAST:
+                self.receive_queue.ready_to_receive(buf, pos)
                 return
-            message = self._send_segment(buf, pos, control)
+            message = self.receive_queue.segment(buf, pos, control)
             self.receive_queue.store(message, buf[pos + 20 : pos + 2 + length])
             if control & ddp.LAST:
-                self._deliver(message)
+                self.receive_queue.last(message)
         elif opcode == ddp.OP_IMMEDIATE or opcode == ddp.OP_IMMEDIATE_SE:
-            self._immediate(buf, pos, length, control)
+            self.receive_queue.immediate(buf, pos, length, control, self._last_write)
         elif opcode == ddp.OP_ATOMIC_REQUEST:
-            self._atomic_request(buf, pos, length, control)
+            self.responder.atomic_request(buf, pos, length, control)
         elif opcode == ddp.OP_ATOMIC_RESPONSE:
             self._atomic_response(buf, pos, length, control)
         elif opcode == ddp.OP_TERMINATE:
@@ -524,76 +450,7 @@ class Endpoint:
         else:  # a Read Request without the last flag, or with reserved bits set
             if not control & ddp.LAST:
                 raise fault(DDP_UNTAGGED, 4)
-            self._read_request(buf, pos, length)
-
-    def _send_rtr(self, buf: memoryview, pos: int) -> None:
-        """Take the ready-to-receive message: a Send with nothing to deliver."""
-        _, _, _, qn, msn, mo = _UNTAGGED(buf, pos)
-        if qn != ddp.QN_SEND or msn != self._recv_msn or mo:
-            raise fault(DDP_UNTAGGED, 1 if qn != ddp.QN_SEND else 4 if mo else 3)
-        self._recv_msn += 1
-
-    def _send_whole(self, buf: memoryview, pos: int, length: int) -> bool:
-        """Deliver a Send that is one FPDU to its receive, if nothing is special about it."""
-        _, _, _, qn, msn, mo = _UNTAGGED(buf, pos)
-        if qn or mo or msn != self._recv_msn or length < 18 or self._send_rtr_expected:
-            return False
-        if not self.receive_queue.take(buf[pos + 20 : pos + 2 + length]):
-            return False
-        self._recv_msn = msn + 1 & ddp.MASK32
-        return True
-
-    def _send_segment(self, buf: memoryview, pos: int, control: int) -> Message:
-        """Check a header of queue 0, and give the message it belongs to."""
-        _, _, invalidate, qn, msn, mo = _UNTAGGED(buf, pos)
-        if qn != ddp.QN_SEND:
-            raise fault(DDP_UNTAGGED, 1)
-        if msn != self._recv_msn:
-            raise fault(DDP_UNTAGGED, 3)
-        queue = self.receive_queue
-        message = queue.current
-        if message is None:
-            if mo:
-                raise fault(DDP_UNTAGGED, 4)
-            message = queue.begin(control & 0xF, invalidate)
-        elif mo != message.placed:
-            raise fault(DDP_UNTAGGED, 4)
-        elif message.opcode != control & 0xF:
-            raise fault(RDMAP_OPERATION, 6)
-        return message
-
-    def _deliver(self, message: Message) -> None:
-        """The last segment of a message of queue 0 is placed: deliver it, in order."""
-        if message.opcode in (ddp.OP_SEND_INV, ddp.OP_SEND_SE_INV):
-            self._stags.invalidate(self._pd, message.imm_data)
-        self._recv_msn = self._recv_msn + 1 & ddp.MASK32
-        self.receive_queue.deliver(message)
-
-    def _immediate(self, buf: memoryview, pos: int, length: int, control: int) -> None:
-        if length != ddp.UNTAGGED_ULPDU + 8 or not control & ddp.LAST:
-            raise fault(DDP_UNTAGGED, 5)
-        message = self._send_segment(buf, pos, control)
-        message.imm_data = int.from_bytes(buf[pos + 20 : pos + 24], "big")
-        message.written = self._last_write
-        self._deliver(message)
-
-    def _atomic_request(self, buf: memoryview, pos: int, length: int, control: int) -> None:
-        if length != ddp.ATOMIC_REQUEST_ULPDU or not control & ddp.LAST:
-            raise fault(DDP_UNTAGGED, 5 if length > ddp.ATOMIC_REQUEST_ULPDU else 4)
-        (_, _, _, qn, msn, mo, operation, request, stag, to, data, mask, compare, compare_mask) = (
-            ddp.ATOMIC_REQUEST.unpack_from(buf, pos)
-        )
-        self._check_request(qn, msn, mo)
-        self._request_msn = msn + 1 & ddp.MASK32
-        old = self._stags.atomic(self._pd, operation & 0xF, stag, to, data, mask, compare, compare_mask)
-        self._atomic_msn_sent = self._atomic_msn_sent + 1 & ddp.MASK32
-        self.outbox.put(
-            ddp.ATOMIC_RESPONSE_FPDU.pack(
-                ddp.ATOMIC_RESPONSE_ULPDU, ddp.UNTAGGED_LAST | ddp.OP_ATOMIC_RESPONSE, 0,
-                ddp.QN_ATOMIC_RESPONSE, self._atomic_msn_sent, 0, request, old,
-            )
-        )  # fmt: skip
-        self._responses.append(self.outbox.queued)
+            self.responder.read_request(buf, pos, pos, length)
 
     def _atomic_response(self, buf: memoryview, pos: int, length: int, control: int) -> None:
         if length != ddp.ATOMIC_RESPONSE_ULPDU or not control & ddp.LAST:
@@ -619,7 +476,7 @@ class Endpoint:
     def _first_fpdu(self) -> None:
         """The responder has received its first FPDU: from now on it may send."""
         self._first = False
-        self._send_rtr_expected = False
+        self.receive_queue.rtr_expected = False
         self.send_queue.release()
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -671,11 +528,3 @@ class Endpoint:
         self.send_queue.flush(failed, status, vendor_err)
         self.receive_queue.flush(0)
         self.outbox.cut(keep)
-
-
-def _while_registered(region: Region, segments: Iterator[ddp.FPDU]) -> Iterator[ddp.FPDU]:
-    """Make the segments of a response as long as its source is registered."""
-    for segment in segments:
-        if not region.registered:
-            raise fault(RDMAP_PROTECTION, ddp.BAD_STAG)
-        yield segment

@@ -238,35 +238,33 @@ class Link:
             return
         outbox = self._outbox
         try:
-            if outbox.small and not outbox.made and self._plain:
-                self._send_small(sock)
+            small = outbox.small
+            if small and not outbox.made and self._plain:
+                # Joined: to copy so little is cheaper than a gather list.
+                data = small[0] if len(small) == 1 else b"".join(small)
+                sent = sock.send(data)
+                if sent == len(data):
+                    outbox.sent += len(small)
+                    small.clear()
+                else:
+                    outbox.small_left(sent)
             while outbox.sent < outbox.queued and not self._writing:
                 self._endpoint.fill()
                 if not (self._send_gathered(sock) if self._gather else self._send_records(sock)):
-                    self._writing = self._outbox.blocked = True
-                    self._loop.add_writer(self._fd, self._writable)
+                    self._wait_writable()
             if self._shut and not self._writing:
                 self._shut_down()
+        except (BlockingIOError, InterruptedError):
+            self._wait_writable()
         except OSError as error:
             self.error = error
             self._lost(f"the connection broke: {error.strerror}")
         if self._send_queue.leaving:
             self._send_queue.records_left()
 
-    def _send_small(self, sock: socket.socket) -> None:
-        """Send all small FPDUs in one call, joined: copying so little is cheaper than a gather list."""
-        outbox = self._outbox
-        small = outbox.small
-        data = small[0] if len(small) == 1 else b"".join(small)
-        try:
-            sent = sock.send(data)
-        except (BlockingIOError, InterruptedError):
-            return
-        if sent == len(data):
-            outbox.sent += len(small)
-            small.clear()
-        else:
-            outbox.small_left(sent)
+    def _wait_writable(self) -> None:
+        self._writing = self._outbox.blocked = True
+        self._loop.add_writer(self._fd, self._writable)
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._fd)

@@ -6,11 +6,13 @@ from collections import deque
 from typing import Final
 
 from aiordma.drivers.soft import ddp
+from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_OPERATION, fault
 from aiordma.drivers.soft.send_queue import CompletionSink
 from aiordma.drivers.soft.stag import LocalFault, StagTable
 from aiordma.enums import Access, WCFlags, WCOpcode, WCStatus
 from aiordma.types import RecvWR
 
+_UNTAGGED: Final = ddp.UNTAGGED_HEADER.unpack_from
 _LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
 _RECV: Final = int(WCOpcode.RECV)
 _RECV_IMM: Final = int(WCOpcode.RECV_RDMA_WITH_IMM)
@@ -52,6 +54,8 @@ class ReceiveQueue:
         bound: of `kept_bytes`.
         current: the message whose last segment hasn't come.
         failed: the receive that a message didn't fit in.
+        msn: sequence number of the message that comes, or is coming (RFC 5041 section 5.1).
+        rtr_expected: the first FPDU may be a Send that only says that the peer is ready (RFC 6581).
     """
 
     def __init__(self, qp_num: int, stags: StagTable, pd: object, sink: CompletionSink, bound: int) -> None:
@@ -65,6 +69,8 @@ class ReceiveQueue:
         self.kept_bytes = 0
         self.current: Message | None = None
         self.failed: RecvWR | None = None
+        self.msn = 1
+        self.rtr_expected = False
 
     @property
     def full(self) -> bool:
@@ -104,9 +110,62 @@ class ReceiveQueue:
             self._bind(message)
             self.store(message, memoryview(kept))
             if message.complete:
-                self.deliver(message)
+                self._complete(message)
 
-    def take(self, data: memoryview) -> bool:
+    # -- from the peer: DDP's queue 0 -----------------------------------------------------------------------------
+
+    def whole(self, buf: memoryview, pos: int, length: int) -> bool:
+        """Deliver a Send that is one FPDU to its receive, if nothing is special about it."""
+        _, _, _, qn, msn, mo = _UNTAGGED(buf, pos)
+        if qn or mo or msn != self.msn or length < 18 or self.rtr_expected:
+            return False
+        if not self._take(buf[pos + 20 : pos + 2 + length]):
+            return False
+        self.msn = msn + 1 & ddp.MASK32
+        return True
+
+    def segment(self, buf: memoryview, pos: int, control: int) -> Message:
+        """Check a header of queue 0, and give the message it belongs to."""
+        _, _, invalidate, qn, msn, mo = _UNTAGGED(buf, pos)
+        if qn != ddp.QN_SEND:
+            raise fault(DDP_UNTAGGED, 1)
+        if msn != self.msn:
+            raise fault(DDP_UNTAGGED, 3)
+        message = self.current
+        if message is None:
+            if mo:
+                raise fault(DDP_UNTAGGED, 4)
+            message = self._begin(control & 0xF, invalidate)
+        elif mo != message.placed:
+            raise fault(DDP_UNTAGGED, 4)
+        elif message.opcode != control & 0xF:
+            raise fault(RDMAP_OPERATION, 6)
+        return message
+
+    def last(self, message: Message) -> None:
+        """The last segment of a message of queue 0 is placed: deliver it, in order."""
+        if message.opcode in (ddp.OP_SEND_INV, ddp.OP_SEND_SE_INV):
+            self._stags.invalidate(self._pd, message.imm_data)
+        self.msn = self.msn + 1 & ddp.MASK32
+        self._complete(message)
+
+    def immediate(self, buf: memoryview, pos: int, length: int, control: int, written: int) -> None:
+        """Deliver Immediate Data, behind a Write of `written` bytes (RFC 7306 section 6)."""
+        if length != ddp.UNTAGGED_ULPDU + 8 or not control & ddp.LAST:
+            raise fault(DDP_UNTAGGED, 5)
+        message = self.segment(buf, pos, control)
+        message.imm_data = int.from_bytes(buf[pos + 20 : pos + 24], "big")
+        message.written = written
+        self.last(message)
+
+    def ready_to_receive(self, buf: memoryview, pos: int) -> None:
+        """Take the ready-to-receive message: a Send with nothing to deliver."""
+        _, _, _, qn, msn, mo = _UNTAGGED(buf, pos)
+        if qn != ddp.QN_SEND or msn != self.msn or mo:
+            raise fault(DDP_UNTAGGED, 1 if qn != ddp.QN_SEND else 4 if mo else 3)
+        self.msn += 1
+
+    def _take(self, data: memoryview) -> bool:
         """Deliver a whole message to the oldest receive; False if it needs a closer look."""
         if not self._posted or self._kept or self.current is not None:
             return False
@@ -120,7 +179,7 @@ class ReceiveQueue:
         self.sink.pending.append((wr.wr_id, 0, _RECV, size, self._qp_num, 0, 0, 0))
         return True
 
-    def begin(self, opcode: int, imm_data: int) -> Message:
+    def _begin(self, opcode: int, imm_data: int) -> Message:
         """Start a message: in the oldest posted receive, or kept."""
         message = Message(opcode, imm_data)
         if self._posted and not self._kept:
@@ -174,7 +233,7 @@ class ReceiveQueue:
             raise TooLong
         return ddp.gather(views, start, size)
 
-    def deliver(self, message: Message) -> None:
+    def _complete(self, message: Message) -> None:
         """The last segment is placed: complete the receive, if it has one."""
         message.complete = True
         if self.current is message:

@@ -439,7 +439,12 @@ class SendQueue:
         """The oldest READ or atomic has its response in place."""
         wr = self.outstanding.popleft()[0]  # type: ignore[index]  # a run was unrolled before
         if wr is not None:
-            self._finish(wr)
+            if len(self._posted) == 1:  # as _finish(), in line
+                self._posted.clear()
+                if wr.send_flags & _SIGNALED:
+                    self._sink.pending.append((wr.wr_id, 0, _WC_OPCODE[wr.opcode], 0, self._qp_num, 0, 0, 0))
+            else:
+                self._finish(wr)
         if self._stalled:
             self._advance()
 
