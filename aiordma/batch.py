@@ -43,8 +43,8 @@ class Batch:
 
     def read(self, remote: RemoteRegion, into: Memory) -> None:
         """Add a READ; see `Connection.read`."""
-        if into.length > remote.length:
-            raise ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
+        if into.length > remote.length or not into.writable:
+            raise self._connection.unreadable(into, remote)
         self._slots.append(self._qp.slot(_READ, (into,), remote.addr, remote.rkey, None, 0))
 
     def write(self, remote: RemoteRegion, data: Memory | Buffer | Sequence[Memory]) -> None:
@@ -97,6 +97,8 @@ class Batch:
 
     def _many(self, opcode: Opcode, remote: RemoteRegion, offsets: Sequence[int], size: int, memory: Memory) -> None:
         count = len(offsets)
+        if opcode == _READ and not memory.writable:
+            raise self._connection.unreadable(memory, remote)
         if size < 0 or count * size > memory.length:
             raise ValueError(f"{count} pieces of {size} bytes, but the local memory has {memory.length}")
         if count and (min(offsets) < 0 or int(max(offsets)) + size > remote.length):  # NumPy's integers would wrap

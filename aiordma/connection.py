@@ -117,7 +117,7 @@ class Connection:
             A future of None, or of the bytes read if there is no `into`.
 
         Raises:
-            ValueError: `into` is longer than `remote`.
+            ValueError: `into` is longer than `remote`, or read-only.
             ClosedError, BrokenError: the connection ended.
             RemoteError: (the future) the peer's device refused: key, bounds, rights. See `reason`.
         """
@@ -126,12 +126,15 @@ class Connection:
             view = memory.view
             return self.qp.post_send(_READ, (memory,), remote.addr, remote.rkey, None, _SIGNALED | fence, view.tobytes)
         if isinstance(into, _LOCAL):
-            if into.length > remote.length:
-                raise ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
+            if into.length > remote.length or not into.writable:
+                raise self.unreadable(into, remote)
             if not fence:
                 return self._post_read(into, remote.addr, remote.rkey)
             into = (into,)
         sg_list = self._scatter(into)
+        for memory in sg_list:
+            if not memory.writable:
+                raise self.unreadable(memory, remote)
         length = sum([memory.length for memory in sg_list])
         if length > remote.length:
             raise ValueError(f"{length} bytes to read, but the remote region has {remote.length}")
@@ -165,7 +168,12 @@ class Connection:
             UnsupportedError: `imm`, on a device that can't.
             ClosedError, BrokenError: the connection ended; a refused WRITE may show here on the next call only.
         """
-        sg_list, inline, length = self.source(data)
+        if type(data) is bytes and len(data) <= self._max_inline:
+            sg_list: Sequence[Memory] = ()
+            inline: bytes | None = data
+            length = len(data)
+        else:
+            sg_list, inline, length = self.source(data)
         if length > remote.length:
             raise ValueError(f"{length} bytes to write, but the remote region has {remote.length}")
         flags = _SIGNALED | fence
@@ -352,6 +360,13 @@ class Connection:
             memory.view[:] = view
             return (memory,), None, length
         return (self.pd.register(view, access=Access(0)),), None, length
+
+    @staticmethod
+    def unreadable(into: Memory, remote: RemoteRegion) -> ValueError:
+        """Make the exception that says why a READ can't go into this memory."""
+        if not into.writable:
+            return ValueError(f"{into!r} can't be read into: it is registered without LOCAL_WRITE")
+        return ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
 
     def _scatter(self, pieces: Sequence[Memory]) -> Sequence[Memory]:
         for piece in pieces:

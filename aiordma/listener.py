@@ -253,7 +253,7 @@ def listen(
     port: int = 0,
     *,
     device: str | None = None,
-    backlog: int = 128,
+    backlog: int = 512,
     param: ConnParam | None = None,
     pd: ProtectionDomain | None = None,
 ) -> Opening[Listener]:
@@ -430,7 +430,7 @@ def serve(
     *,
     private_data: PrivateData = b"",
     device: str | None = None,
-    backlog: int = 128,
+    backlog: int = 512,
     param: ConnParam | None = None,
     pd: ProtectionDomain | None = None,
 ) -> Opening[Server]:

@@ -106,10 +106,11 @@ class _Sliceable(SGE):
 class MemorySlice(_Sliceable):
     """A piece of a memory region, made by slicing it. Keeps the region's memory alive."""
 
-    __slots__ = ("_region",)
+    __slots__ = ("_region", "writable")
 
     def __init__(self, region: MemoryRegion, addr: int, length: int) -> None:
         self._region = region
+        self.writable = region.writable
         self.addr = addr
         self.length = length
         self.lkey = region.lkey
@@ -136,17 +137,19 @@ class MemoryRegion(_Sliceable):
         lkey: local key.
         rkey: remote key.
         access: the rights it was registered with.
+        writable: whether it has LOCAL_WRITE, as the target of a READ or a receive must.
         pd: its protection domain.
         whole: all of it, as a memoryview of bytes.
     """
 
-    __slots__ = ("__weakref__", "_mr", "access", "pd", "rkey", "whole")
+    __slots__ = ("__weakref__", "_mr", "access", "pd", "rkey", "whole", "writable")
 
     def __init__(self, pd: ProtectionDomain, view: memoryview, access: Access) -> None:
         self._mr: DriverMR | None = None
         self.pd = pd
         self.whole = view
         self.access = access
+        self.writable = bool(access & Access.LOCAL_WRITE)
         mr = pd.driver.reg_mr(view, addr := _address(view), len(view), int(access))
         self._mr = mr
         self.rkey = mr.rkey
@@ -211,6 +214,7 @@ class _Allocation(MemoryRegion):
         self._size_class = size_class
         self.pd = slab.pd
         self.access = slab.access
+        self.writable = slab.writable
         self.whole = slab.whole[start : start + length]
         self.rkey = slab.rkey
         SGE.__init__(self, slab.addr + start, length, slab.lkey)

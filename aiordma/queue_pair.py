@@ -238,14 +238,16 @@ class QueuePair:
             slot = RunSlot(_READ, run.size, run.lkey, run.rkey, run.local_addrs, run.remote_addrs)
             slot.sg_list = run.memory
             slot.futures = run.futures
-            self._post_now((slot,))
+            if self._post_now((slot,)):
+                self.cq.posted()
             return
         slots = []
         for memory, remote_addr, future in zip(run.memory, run.remote_addrs, run.futures, strict=True):
             single = self.slot(_READ, (memory,), remote_addr, run.rkey, None, _SIGNALED)
             single.future = future
             slots.append(single)
-        self._post_now(slots)
+        if self._post_now(slots):
+            self.cq.posted()
 
     def slot(
         self, opcode: Opcode, sg_list: Sequence[SGE], remote_addr: int, rkey: int,
@@ -290,7 +292,8 @@ class QueuePair:
         future = last.future = last.future or self._create_future()
         if ready:
             slots[ready - 1].send_flags |= _SIGNALED
-            self._post_now(slots[:ready])
+            if self._post_now(slots[:ready]):
+                self.cq.posted()
         for slot in slots[ready:]:
             if self.failure is None:
                 self._enqueue(slot)
@@ -300,8 +303,12 @@ class QueuePair:
             self.pump()  # what was posted has completed already: nothing else would post the rest
         return future
 
-    def _post_now(self, slots: Sequence[SendSlot | RunSlot]) -> None:
-        """Post slots for which there are credits: the runs one by one, what is between them as one list."""
+    def _post_now(self, slots: Sequence[SendSlot | RunSlot]) -> bool:
+        """Post slots for which there are credits: the runs one by one, what is between them as one list.
+
+        Returns:
+            True if a completion can be polled.
+        """
         wr_id = self._next_id
         for slot in slots:
             wr_id += 2 * slot.count
@@ -323,8 +330,7 @@ class QueuePair:
                     start += len(part)
         except OSError as error:
             self._post_failed(slots[start:], error)
-        if ready:
-            self.cq.posted()
+        return ready
 
     def _enqueue(self, slot: SendSlot | RunSlot) -> None:
         if isinstance(slot, RunSlot):
@@ -353,7 +359,8 @@ class QueuePair:
         if ready:
             # The last one in the queue is never left unsignalled: it may be the middle of a batch.
             ready[-1].send_flags |= _SIGNALED
-            self._post_now(ready)
+            if self._post_now(ready):
+                self.cq.defer()  # in the next turn: completing here would pump again, deeper and deeper
         if self._drainers and self._below_low():
             self._wake_drainers()
         watchers, self._watchers = self._watchers, []

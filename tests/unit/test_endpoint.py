@@ -246,6 +246,19 @@ def test_large_send_completes_when_it_left() -> None:
     assert len(end.sent()) == 1
 
 
+def test_copies_behind_a_full_socket() -> None:
+    """Small sends complete at the post; behind a socket that takes no more, when they have left."""
+    end = started()
+    end.send(b"at once")
+    assert len(end.sent()) == 1
+    end.endpoint.outbox.blocked = True
+    end.send(b"later")
+    end.post(Opcode.RDMA_WRITE, inline=b"later too")
+    assert not end.sent()
+    end.output()
+    assert [c[1] for c in end.sent()] == [0, 0]
+
+
 # -- faults of this side's own requests ----------------------------------------------------------------------
 
 

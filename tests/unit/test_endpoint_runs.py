@@ -241,6 +241,16 @@ def test_runs_keep_ord() -> None:
     assert len(wire.client.sent()) == 5
 
 
+def test_ord_behind_a_run() -> None:
+    """A run that is done leaves as many places as there were before, and no more."""
+    victim = Victim(joined=True)
+    feed(victim.end, b"".join(victim.stream()[COUNT:]), [50])
+    assert outstanding(victim.end) == 0
+    for _ in range(70):
+        victim.end.post(Opcode.RDMA_READ)
+    assert len(victim.end.output()) == outstanding(victim.end) == 64
+
+
 def test_fence_behind_a_run() -> None:
     """A fenced request waits for the whole run."""
     victim = Victim(joined=True)

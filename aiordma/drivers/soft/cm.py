@@ -372,6 +372,7 @@ class SoftCMID:
         self._start_timer(1.0, self._accept_again)
 
     def _accept_again(self) -> None:
+        self._timer = None
         if self._sock is not None:
             self._loop.add_reader(self._sock.fileno(), self._acceptable)
 

@@ -181,8 +181,18 @@ def vendor_err(layer: int, etype: int, code: int) -> int:
     return 0x10000 | layer << 12 | etype << 8 | code
 
 
+def length_vendor_err(size: int) -> int:
+    """Pack the length of a message that was too long for its receive into a completion's vendor_err."""
+    return _LENGTH | min(size, _LENGTH - 1)
+
+
+_LENGTH: Final = 1 << 31
+
+
 def describe_vendor_err(value: int) -> str:
-    """Put a vendor_err made by `vendor_err` in words."""
+    """Put a vendor_err made by `vendor_err` or `length_vendor_err` in words."""
+    if value & _LENGTH:
+        return f"the message has {value & (_LENGTH - 1)} bytes or more"
     return describe(value >> 12 & 0xF, value >> 8 & 0xF, value & 0xFF) if value & 0x10000 else ""
 
 

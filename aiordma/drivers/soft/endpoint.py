@@ -165,8 +165,8 @@ class Endpoint:
                     queue.flush(0)
             except LocalFault as error:
                 self._fail_recv(error.status)
-            except TooLong:
-                self._fail_recv(WCStatus.LOC_LEN_ERR, fault(DDP_UNTAGGED, 5))
+            except TooLong as error:
+                self._too_long(error, b"")
 
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: flush."""
@@ -213,8 +213,8 @@ class Endpoint:
         except LocalFault as error:
             self._fail_recv(error.status)
             return end
-        except TooLong:
-            self._fail_recv(WCStatus.LOC_LEN_ERR, fault(DDP_UNTAGGED, 5), bytes(buf[pos : min(end, pos + 20)]))
+        except TooLong as error:
+            self._too_long(error, bytes(buf[pos : min(end, pos + 20)]))
             return end
         return pos if self.state is _RTS else end
 
@@ -511,14 +511,17 @@ class Endpoint:
         self._flush(error.wr, error.status, 0, keep=self.send_queue.stable_output)
         self.refused = f"a request of this side failed: {error.status.name}"
 
-    def _fail_recv(self, status: WCStatus, error: ProtocolError | None = None, offender: bytes = b"") -> None:
+    def _fail_recv(self, status: WCStatus) -> None:
         """A receive can't take its message."""
         self.receive_queue.flush(status)
-        if error is not None:
-            self._terminate(error, offender)
-        else:
-            self._flush(None, 0, 0, keep=self.send_queue.stable_output)
+        self._flush(None, 0, 0, keep=self.send_queue.stable_output)
         self.refused = f"a receive of this side failed: {status.name}"
+
+    def _too_long(self, error: TooLong, offender: bytes) -> None:
+        """A message is longer than its receive: both sides learn of it."""
+        self.receive_queue.flush(WCStatus.LOC_LEN_ERR, ddp.length_vendor_err(error.size))
+        self._terminate(fault(DDP_UNTAGGED, 5), offender)
+        self.refused = f"a message of {error.size} bytes or more came, longer than its receive"
 
     def _flush(self, failed: SendWR | None, status: int, vendor_err: int, *, keep: int = 0) -> None:
         """Enter IBV_QPS_ERR. Of the FPDUs that haven't left, those up to number `keep` still may."""

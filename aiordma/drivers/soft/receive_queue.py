@@ -40,7 +40,15 @@ class Message:
 
 
 class TooLong(Exception):  # noqa: N818 - never leaves the driver
-    """The message is longer than its receive."""
+    """The message is longer than its receive.
+
+    Attributes:
+        size: bytes of it that came, so far.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
 
 
 class ReceiveQueue:
@@ -230,7 +238,7 @@ class ReceiveQueue:
             assert message.wr is not None
             self._posted.appendleft(message.wr)
             message.wr = None
-            raise TooLong
+            raise TooLong(end)
         return ddp.gather(views, start, size)
 
     def _complete(self, message: Message) -> None:
@@ -251,14 +259,15 @@ class ReceiveQueue:
             flags = _WITH_INV
         self.sink.pending.append((wr.wr_id, 0, kind, size, self._qp_num, message.imm_data, flags, 0))
 
-    def flush(self, status: int) -> None:
+    def flush(self, status: int, vendor_err: int = 0) -> None:
         """Complete everything posted as flushed; the receive that failed, if one did, with `status`."""
         queue = list(self._posted)
         if self.current is not None and self.current.wr is not None:
             queue.insert(0, self.current.wr)
         for wr in queue:
-            error = status if wr is self.failed and status else WCStatus.WR_FLUSH_ERR
-            self.sink.pending.append((wr.wr_id, int(error), 0, 0, self._qp_num, 0, 0, 0))
+            failed = wr is self.failed and status
+            error = status if failed else WCStatus.WR_FLUSH_ERR
+            self.sink.pending.append((wr.wr_id, int(error), 0, 0, self._qp_num, 0, 0, vendor_err if failed else 0))
         self._posted.clear()
         self._kept.clear()
         self.kept_bytes = 0
