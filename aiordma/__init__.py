@@ -6,7 +6,8 @@ Over InfiniBand, RoCE or iWARP; where a machine has no RDMA, over a software dev
 from aiordma.batch import Batch
 from aiordma.cm import CMID
 from aiordma.completion import CompletionQueue
-from aiordma.connection import Connection, connect
+from aiordma.connection import Connection
+from aiordma.connector import connect
 from aiordma.device import AsyncEvent, Context, ProtectionDomain, devices, open_device
 from aiordma.enums import Access, AsyncEventType, Opcode, QPState, RejectReason, SendFlags, WCOpcode, WCStatus
 from aiordma.errors import (

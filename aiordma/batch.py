@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiordma.enums import Opcode
 from aiordma.errors import CompletionError, FlushedError, RDMAError
-from aiordma.queue_pair import RUN_LENGTH, RunSlot, SendSlot
+from aiordma.slots import RUN_LENGTH, RunSlot, SendSlot
 from aiordma.types import Buffer, RemoteRegion
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from aiordma.drivers.base import CMEvent, Driver, DriverCMID
 from aiordma.device import LoopState
+from aiordma.drivers.base import CMEvent, Driver, DriverCMID
 from aiordma.enums import CMEventType, RejectReason
 from aiordma.errors import (
     AddressError,

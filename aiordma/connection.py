@@ -1,4 +1,4 @@
-"""Connection: a connected queue pair, its memory and its life; `connect()` makes one."""
+"""Connection: a connected queue pair, its memory and its life."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from aiordma.batch import Batch
-from aiordma.cm import CMID, resolve_host
-from aiordma.device import Context, ProtectionDomain, choose_device, driver_of, loop_state
+from aiordma.cm import CMID
+from aiordma.device import Context, ProtectionDomain
 from aiordma.enums import Access, Opcode, QPState, SendFlags
-from aiordma.errors import BrokenError, ClosedError, ConnectError, RejectedError, UnsupportedError
+from aiordma.errors import BrokenError, ClosedError, UnsupportedError
 from aiordma.inbox import Inbox, Message
 from aiordma.memory import MemoryRegion, MemorySlice, as_bytes, exported
-from aiordma.opening import Opening
 from aiordma.queue_pair import QueuePair
 from aiordma.types import Buffer, Capabilities, ConnParam, RemoteRegion, SocketAddress
 
-__all__ = ["Connection", "Memory", "connect"]
+__all__ = ["Connection", "Memory"]
 
 #: Registered memory of this side.
 Memory: TypeAlias = MemoryRegion | MemorySlice
@@ -36,7 +35,7 @@ _WRITE: Final = Opcode.RDMA_WRITE
 _SEND: Final = Opcode.SEND
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 #: `fence: bool` is or-ed into the flags as it is.
-assert int(SendFlags.FENCE) == int(True)  # noqa: S101
+assert int(SendFlags.FENCE) == int(True)
 _SOLICITED: Final = int(SendFlags.SOLICITED)
 _REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _NATIVE_U64: Final = struct.Struct("=Q")
@@ -544,95 +543,3 @@ def _free(qp: QueuePair, inbox: Inbox, cm_id: CMID, regions: list[MemoryRegion])
     for region in regions:
         region.deregister()
     regions.clear()
-
-
-def connect(
-    host: str,
-    port: int,
-    *,
-    device: str | None = None,
-    private_data: bytes = b"",
-    param: ConnParam | None = None,
-    local_addr: tuple[str, int] | None = None,
-    pd: ProtectionDomain | None = None,
-) -> Opening[Connection]:
-    """Connect to a listener: `async with aiordma.connect(host, port) as conn`, or `conn = await aiordma.connect(...)`.
-
-    Cancellation: closes what it had. For a time limit, use `asyncio.timeout`.
-
-    Args:
-        host: name or address, IPv4 or IPv6; each address it resolves to is tried in turn.
-        port: the listener's.
-        device: "soft", "rdma" or a device's name; by default AIORDMA_DEVICE, else the best there is.
-        private_data: bytes the listener's program sees with the request; the limit is the device's.
-        param: queue sizes, depths, time-outs.
-        local_addr: address and port of this side, 0 for any port.
-        pd: a protection domain of your own; by default the device's.
-
-    Raises:
-        AddressError: the name doesn't resolve, or no device reaches it.
-        RejectedError: the peer's program said no, with its private data; or nothing listens there.
-        UnreachableError, ConnectTimeoutError: the host didn't answer.
-        DeviceError: there is no such device.
-        ValueError: the private data is too long.
-    """
-
-    async def make() -> Connection:
-        return await _connect(host, port, device, private_data, param or ConnParam(), local_addr, pd)
-
-    return Opening(make)
-
-
-async def _connect(
-    host: str,
-    port: int,
-    device: str | None,
-    private_data: bytes,
-    param: ConnParam,
-    local_addr: tuple[str, int] | None,
-    pd: ProtectionDomain | None,
-) -> Connection:
-    name = choose_device(device)
-    errors: list[ConnectError] = []
-    for address in await resolve_host(host, port):
-        source = (await resolve_host(*local_addr))[0] if local_addr else None
-        try:
-            return await _connect_address(name, address, source, private_data, param, pd)
-        except RejectedError as error:
-            if error.status == 28:  # the peer's program has spoken
-                raise
-            errors.append(error)
-        except ConnectError as error:
-            errors.append(error)
-    for other in errors[1:]:
-        errors[0].add_note(f"and: {other}")
-    raise errors[0]
-
-
-async def _connect_address(
-    device: str,
-    address: SocketAddress,
-    source: SocketAddress | None,
-    private_data: bytes,
-    param: ConnParam,
-    pd: ProtectionDomain | None,
-) -> Connection:
-    state = loop_state()
-    cm_id = CMID(state, driver_of(device))
-    try:
-        await cm_id.resolve_addr(address, source)
-        await cm_id.resolve_route()
-        context = state.context(cm_id.device_name)
-        check_private_data(private_data, context.capabilities.max_connect_private_data)
-        connection = Connection(cm_id, pd or context.pd, param)
-    except BaseException:
-        cm_id.destroy()
-        raise
-    await connection.establish(cm_id.connect, private_data)
-    return connection
-
-
-def check_private_data(private_data: bytes, limit: int) -> None:
-    """Refuse private data that the transport can't carry, before anything is sent."""
-    if len(private_data) > limit:
-        raise ValueError(f"private data has {len(private_data)} bytes, this device carries {limit}")

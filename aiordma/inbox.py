@@ -10,7 +10,8 @@ from aiordma.drivers.base import Completion
 from aiordma.enums import WCFlags, WCOpcode
 from aiordma.errors import BusyError
 from aiordma.memory import MemoryRegion
-from aiordma.queue_pair import QueuePair, RecvSlot
+from aiordma.queue_pair import QueuePair
+from aiordma.slots import RecvSlot
 from aiordma.types import ConnParam
 
 __all__ = ["Inbox", "Message"]

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Self, TypeAlias
 
 from aiordma.cm import CMID, resolve_host
-from aiordma.connection import Connection, check_private_data
+from aiordma.connection import Connection
+from aiordma.connector import check_private_data
 from aiordma.device import Context, LoopState, ProtectionDomain, choose_device, driver_of, loop_state
 from aiordma.drivers.base import CMEvent
 from aiordma.enums import Access

@@ -17,74 +17,16 @@ from aiordma.completion import CompletionQueue
 from aiordma.drivers.base import Completion, DriverContext, DriverPD, DriverQP, PostError
 from aiordma.enums import Opcode, QPState, SendFlags, WCStatus
 from aiordma.errors import BrokenError, ClosedError, CompletionError, FlushedError, RDMAError, completion_error
-from aiordma.types import SGE, ConnParam, RecvWR, RunWR, SendWR
+from aiordma.recv_ledger import RecvLedger
+from aiordma.slots import Collected, RecvSlot, RunSlot, SendSlot, is_single, reject, withdrawn
+from aiordma.types import SGE, ConnParam
+from aiordma.write_buffer import WriteBuffer
 
 __all__ = ["QueuePair"]
 
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 _READ: Final = Opcode.RDMA_READ
-#: READs collected into one run: few enough that the peer starts on one while the next is made.
-RUN_LENGTH: Final = 64
 _FLUSHED: Final = int(WCStatus.WR_FLUSH_ERR)
-
-
-class SendSlot(SendWR):
-    """A work request with what waits for it."""
-
-    __slots__ = ("finish", "future", "group", "nbytes")
-
-    #: How many requests it is, as a run's.
-    count = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: asyncio.Future[Any] | None = None
-        #: Makes the future's value once the request succeeded; None: the value is None.
-        self.finish: Callable[[], Any] | None = None
-        #: Collects failures of a batch's requests.
-        self.group: list[BaseException] | None = None
-        self.nbytes = 0
-
-
-class RunSlot(RunWR):
-    """A run with what waits for it: a future for each of its requests, or one for the last."""
-
-    __slots__ = ("future", "futures", "group", "nbytes", "retired")
-
-    def __init__(
-        self, opcode: Opcode, size: int, lkey: int, rkey: int, local_addrs: Sequence[int], remote_addrs: Sequence[int]
-    ) -> None:
-        super().__init__(opcode, size, lkey, rkey, local_addrs, remote_addrs)
-        self.future: asyncio.Future[Any] | None = None
-        self.futures: Sequence[asyncio.Future[Any]] = ()
-        self.group: list[BaseException] | None = None
-        self.nbytes = 0
-        #: So many of its requests have completed.
-        self.retired = 0
-
-    def cut(self, count: int) -> RunSlot:
-        """Keep the first `count` requests, unsignalled since the last isn't among them; gives a run of the others."""
-        rest = RunSlot(
-            self.opcode, self.size, self.lkey, self.rkey, self.local_addrs[count:], self.remote_addrs[count:]
-        )
-        rest.future, self.future = self.future, None
-        rest.futures, self.futures = self.futures[count:], self.futures[:count]
-        rest.group = self.group
-        self.local_addrs, self.remote_addrs = self.local_addrs[:count], self.remote_addrs[:count]
-        self.wr_id -= 2 * rest.count
-        self.count = count
-        self.send_flags = 0
-        return rest
-
-
-class RecvSlot(RecvWR):
-    """A posted receive with what waits for it."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, sg_list: Sequence[SGE] = ()) -> None:
-        super().__init__(sg_list)
-        self.future: asyncio.Future[Completion] | None = None
 
 
 class QueuePair:
@@ -132,19 +74,15 @@ class QueuePair:
         #: Why nothing can be posted any more: the failure, or that it is being closed.
         self.refusal: BaseException | None = None
         self._ledger: deque[SendSlot | RunSlot] = deque()
-        self._recv_ledger: deque[RecvSlot] = deque()
+        self._receives = RecvLedger(self.driver)
         self._free: list[SendSlot] = []
         self._credits = self.max_send_wr
         self._next_id = 0
-        self._waiting: deque[SendSlot | RunSlot] = deque()
+        self._waiting = WriteBuffer(self.max_send_wr)
         #: READs of this turn that will be posted as a run.
-        self._collected: _Collected | None = None
+        self._collected: Collected | None = None
         #: No READ was posted since the last completion: the next one goes at once.
         self._fresh = True
-        self._waiting_bytes = 0
-        self._high_bytes = 64 * 1024
-        self._low_bytes = 16 * 1024
-        self._drainers: list[asyncio.Future[None]] = []
         self._watchers: list[Callable[[], None]] = []
         #: Something waits for completions, besides futures: `pump()` is to be called after them.
         self.attention = False
@@ -224,7 +162,7 @@ class QueuePair:
                 self._loop.call_soon(self._post_collected)
             else:
                 self._post_collected()
-            run = self._collected = _Collected(memory.length, memory.lkey, rkey)
+            run = self._collected = Collected(memory.length, memory.lkey, rkey)
         self._credits -= 1
         return run.add(memory, remote_addr, self._create_future())
 
@@ -325,7 +263,7 @@ class QueuePair:
                     ready |= self.driver.post_run(slot)
                     start += 1
                 else:
-                    part = [single for single in takewhile(_is_single, slots[start:])]
+                    part = [single for single in takewhile(is_single, slots[start:])]
                     ready |= self._post_send(part)
                     start += len(part)
         except OSError as error:
@@ -333,40 +271,23 @@ class QueuePair:
         return ready
 
     def _enqueue(self, slot: SendSlot | RunSlot) -> None:
-        if isinstance(slot, RunSlot):
-            slot.nbytes = slot.count * slot.size
-        elif slot.inline_data is not None:
-            slot.nbytes = len(slot.inline_data)
-        else:
-            slot.nbytes = sum([sge.length for sge in slot.sg_list])
-        self._waiting_bytes += slot.nbytes
-        self._waiting.append(slot)
+        self._waiting.add(slot)
         self.attention = True
 
     def pump(self) -> None:
         """Post what waits, as far as there is room; called after completions were handed out."""
-        waiting = self._waiting
-        ready: list[SendSlot | RunSlot] = []
-        room = self._credits
-        while waiting and room >= waiting[0].count:
-            slot = waiting.popleft()
-            self._waiting_bytes -= slot.nbytes
-            if _withdrawn(slot):
-                self._recycle(slot)  # it was never posted
-            else:
-                room -= slot.count
-                ready.append(slot)
+        ready, gone = self._waiting.take(self._credits)
+        for slot in gone:
+            self._recycle(slot)  # it was never posted
         if ready:
             # The last one in the queue is never left unsignalled: it may be the middle of a batch.
             ready[-1].send_flags |= _SIGNALED
             if self._post_now(ready):
                 self.cq.defer()  # in the next turn: completing here would pump again, deeper and deeper
-        if self._drainers and self._below_low():
-            self._wake_drainers()
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             watcher()
-        self.attention = bool(self._waiting or self._drainers or self._watchers)
+        self.attention = bool(self._waiting.watched or self._watchers)
 
     def _post_failed(self, slots: Sequence[SendSlot | RunSlot], error: OSError) -> None:
         """The device refused a post, or the rest of a list: nothing leaks, and each request gets the reason."""
@@ -418,21 +339,9 @@ class QueuePair:
         """Post receives made by the caller, which may be posted again when they have completed."""
         if self.closed:
             raise self.unusable()
-        wr_id = self._next_id
-        for slot in slots:
-            wr_id += 2
-            slot.wr_id = wr_id | 1
-        self._next_id = wr_id
-        self._recv_ledger.extend(slots)
-        try:
-            if self.driver.post_recv(slots):
-                # Not at once: the caller is in the middle of taking a message.
-                self.cq.defer()
-        except OSError as error:
-            posted = error.posted if isinstance(error, PostError) else 0
-            for _ in slots[posted:]:
-                self._recv_ledger.pop()
-            raise
+        if self._receives.post(slots):
+            # Not at once: the caller is in the middle of taking a message.
+            self.cq.defer()
 
     # -- completing -------------------------------------------------------------------------------------------------
 
@@ -441,10 +350,7 @@ class QueuePair:
         wr_id = completion[0]
         status = completion[1]
         if wr_id & 1:
-            slot = self._recv_ledger.popleft()
-            if slot.wr_id != wr_id:
-                raise AssertionError(f"QP {self.qp_num}: receive {wr_id} completed before {slot.wr_id}")
-            self._received(slot, completion)
+            self._received(self._receives.completed(completion), completion)
             return
         ledger = self._ledger
         while (done := ledger.popleft()).wr_id < wr_id:
@@ -482,7 +388,7 @@ class QueuePair:
         future = run.futures[index] if run.futures else run.future if index == run.count - 1 else None
         if run.group is not None:
             run.group.append(error)
-        _reject(future, error, quiet=run.group is not None)
+        reject(future, error, quiet=run.group is not None)
         run.retired = index + 1
         if run.retired < run.count:
             self._ledger.appendleft(run)  # those behind it complete by themselves
@@ -501,7 +407,7 @@ class QueuePair:
             finish = slot.finish
         for future in futures:
             if error is not None:
-                _reject(future, error, quiet=slot.group is not None)
+                reject(future, error, quiet=slot.group is not None)
             elif not future.done():
                 future.set_result(None if finish is None else finish())
         self._recycle(slot)
@@ -529,7 +435,7 @@ class QueuePair:
             if self.on_receive is not None:
                 self.on_receive(slot, completion)
         elif error is not None:
-            _reject(future, error)
+            reject(future, error)
         elif not future.done():
             future.set_result(completion)
 
@@ -573,11 +479,8 @@ class QueuePair:
             return
         self.failure = failure
         self.refusal = self.refusal or failure
-        waiting, self._waiting = self._waiting, deque()
-        self._waiting_bytes = 0
-        for slot in waiting:
+        for slot in self._waiting.clear():
             self._settle(slot, self._flushed_error(slot))
-        self._wake_drainers()
         if self.on_failure is not None:
             self.on_failure(failure)
 
@@ -601,7 +504,7 @@ class QueuePair:
 
     async def flushed(self) -> None:
         """Wait until the ledger is empty: no request of this queue pair is with the device."""
-        while (self._ledger or self._recv_ledger) and not self.closed:
+        while (self._ledger or self._receives) and not self.closed:
             await self._watch()
 
     async def settled(self) -> None:
@@ -629,8 +532,8 @@ class QueuePair:
 
         def named() -> bool:
             queues: Iterable[Iterable[SendSlot | RunSlot | RecvSlot]] = (
-                self._ledger, self._recv_ledger,
-                [slot for slot in self._waiting if not _withdrawn(slot)],
+                self._ledger, self._receives,
+                [slot for slot in self._waiting if not withdrawn(slot)],
             )  # fmt: skip
             return any(
                 sge.addr < end and start < sge.addr + sge.length
@@ -656,15 +559,14 @@ class QueuePair:
         self.driver.close()
         if not alive:  # nobody can be told
             self._ledger.clear()
-            self._recv_ledger.clear()
+            self._receives.clear()
             self._waiting.clear()
             return
         for slot in self._ledger:
             self._settle(slot, self._flushed_error(slot))
-        for receive in self._recv_ledger:
-            _reject(receive.future, self._flushed_error(receive))
+        for receive in self._receives.clear():
+            reject(receive.future, self._flushed_error(receive))
         self._ledger.clear()
-        self._recv_ledger.clear()
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             watcher()
@@ -673,22 +575,15 @@ class QueuePair:
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Bound what waits for room in the send queue, as asyncio's transports do; `drain()` waits from high to low."""
-        if high is None:
-            high = 64 * 1024 if low is None else 4 * low
-        if low is None:
-            low = high // 4
-        if not high >= low >= 0:
-            raise ValueError(f"high ({high}) must be at least low ({low}), and low at least 0")
-        self._high_bytes, self._low_bytes = high, low
-        if self._drainers and self._below_low():
-            self._wake_drainers()
+        self._waiting.set_limits(high, low)
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        """Give the low and the high limit, in asyncio's order."""
+        return self._waiting.low, self._waiting.high
 
     def get_write_buffer_size(self) -> int:
         """Bytes of requests that wait for room in the send queue."""
-        return self._waiting_bytes
-
-    def _below_low(self) -> bool:
-        return self._waiting_bytes <= self._low_bytes and len(self._waiting) <= self.max_send_wr
+        return self._waiting.size
 
     async def drain(self) -> None:
         """Wait while too much waits for room in the send queue.
@@ -699,22 +594,11 @@ class QueuePair:
         Raises:
             ClosedError, BrokenError: the connection's end.
         """
+        if self.refusal is None:
+            self.attention = True
+            await self._waiting.drain()
         if self.refusal is not None:
             raise self.unusable()
-        if self._waiting_bytes <= self._high_bytes and len(self._waiting) <= self.max_send_wr:
-            return
-        future: asyncio.Future[None] = self._create_future()
-        self._drainers.append(future)
-        self.attention = True
-        await future
-        if self.refusal is not None:
-            raise self.unusable()
-
-    def _wake_drainers(self) -> None:
-        drainers, self._drainers = self._drainers, []
-        for future in drainers:
-            if not future.done():
-                future.set_result(None)
 
     @property
     def state(self) -> QPState:
@@ -723,47 +607,3 @@ class QueuePair:
 
     def __repr__(self) -> str:
         return f"<QueuePair {self.qp_num} {self.state.name} in flight {self.in_flight}>"
-
-
-class _Collected:
-    """READs of one turn that are alike, on the way to a run."""
-
-    __slots__ = ("futures", "lkey", "local_addrs", "memory", "remote_addrs", "rkey", "size")
-
-    def __init__(self, size: int, lkey: int, rkey: int) -> None:
-        self.size = size
-        self.lkey = lkey
-        self.rkey = rkey
-        self.memory: list[SGE] = []
-        self.local_addrs: list[int] = []
-        self.remote_addrs: list[int] = []
-        self.futures: list[asyncio.Future[Any]] = []
-
-    @property
-    def full(self) -> bool:
-        return len(self.futures) >= RUN_LENGTH
-
-    def add(self, memory: SGE, remote_addr: int, future: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        self.memory.append(memory)
-        self.local_addrs.append(memory.addr)
-        self.remote_addrs.append(remote_addr)
-        self.futures.append(future)
-        return future
-
-
-def _withdrawn(slot: SendSlot | RunSlot) -> bool:
-    """Whether a request that waits was cancelled. One of a batch can't be: others depend on it."""
-    return slot.group is None and slot.future is not None and slot.future.cancelled()
-
-
-def _is_single(slot: SendSlot | RunSlot) -> bool:
-    return not isinstance(slot, RunSlot)
-
-
-def _reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: bool = False) -> None:
-    """Set a future's exception. A flush is marked as retrieved: one broken link may flush thousands, and the first
-    failure is the loud one; so is one that is reported otherwise."""
-    if future is not None and not future.done():
-        future.set_exception(error)
-        if quiet or isinstance(error, FlushedError):
-            future.exception()

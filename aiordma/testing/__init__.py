@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 from attrs import frozen
 
-from aiordma.connection import Connection, connect
+from aiordma.connection import Connection
+from aiordma.connector import connect
 from aiordma.listener import Listener, listen
 from aiordma.types import ConnParam
 

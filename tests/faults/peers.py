@@ -1,6 +1,6 @@
 """Programs for the other end, in processes of their own, which tests stop and kill; and what starts them.
 
-`python -m tests.faults.peers ROLE [PORT]` says one line on its output when it is where the role's name says, and stays there.
+`python -m tests.faults.peers ROLE PORT` says a line when it is where the role's name says, and stays there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def peer(role: str, port: int = 0, *, netns: str = "") -> AsyncIterator[Pe
     command = [sys.executable, "-m", "tests.faults.peers", role, str(port)]
     if netns:
         command = ["ip", "netns", "exec", netns, *command]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])  # noqa: ASYNC220 - it returns at once
     try:
         yield Peer(process)
     finally:
@@ -68,7 +68,8 @@ async def peer(role: str, port: int = 0, *, netns: str = "") -> AsyncIterator[Pe
 
 
 def _say(text: object) -> None:
-    print(text, flush=True)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 async def _for_ever() -> None:

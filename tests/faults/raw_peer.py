@@ -1,6 +1,6 @@
 """An iWARP peer of struct and sockets: what a faulty or foreign device puts on the wire.
 
-It shares nothing with aiordma's own codecs, so that a test with it is an independent check of them. It speaks MPA without
+It shares nothing with aiordma's own codecs, so a test with it is an independent check of them. It speaks MPA without
 markers and CRC, and says only what the test tells it to. The layouts are those of RFC 5044, 6581, 5041 and 5040.
 """
 
@@ -113,7 +113,7 @@ class RawPeer:
     """One end of a TCP connection, driven by a test."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)  # noqa: FBT003
+        sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self._loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class RawPeer:
     async def connect(cls, port: int, host: str = "127.0.0.1", *, rcvbuf: int = 0) -> Self:
         """Connect TCP, and say nothing yet."""
         sock = socket.socket()
-        sock.setblocking(False)  # noqa: FBT003
+        sock.setblocking(False)
         if rcvbuf:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
         try:
@@ -205,7 +205,7 @@ class RawListener:
 
     def __init__(self, host: str = "127.0.0.1", *, backlog: int = 16) -> None:
         self.sock = socket.socket()
-        self.sock.setblocking(False)  # noqa: FBT003
+        self.sock.setblocking(False)
         self.sock.bind((host, 0))
         self.sock.listen(backlog)
         self.port: int = self.sock.getsockname()[1]

@@ -13,23 +13,9 @@ import aiordma
 from aiordma import Access, ClosedError, Connection, ConnParam, MemoryRegion, RemoteRegion
 from aiordma.testing import Pair, connected_pair
 from tests.faults import raw_peer
-from tests.faults.raw_peer import RawListener, RawPeer
+from tests.faults.support import REMOTE, against_raw
 
 _ALL = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-_REMOTE = RemoteRegion(0x1000, 1 << 20, 0x1234)
-
-
-@contextlib.asynccontextmanager
-async def _against_raw(**param: Any) -> AsyncIterator[tuple[Connection, RawPeer]]:
-    """A connection to a raw server, which answers only what the test says."""
-    async with asyncio.timeout(20):
-        with RawListener() as listener:
-            answering = asyncio.create_task(listener.respond())
-            conn = await aiordma.connect("127.0.0.1", listener.port, param=ConnParam(**param))
-            peer = await answering
-        with peer:
-            yield conn, peer
-        await conn.close()
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +44,7 @@ _OPERATIONS: dict[str, Callable[[Connection, RemoteRegion], asyncio.Future[Any]]
     "long write": lambda conn, remote: conn.write(remote, conn.alloc(4096)),
     "fetch_add": lambda conn, remote: conn.fetch_add(remote[:8], 1),
     "compare_swap": lambda conn, remote: conn.compare_swap(remote[:8], 0, 0),
-    "barrier": lambda conn, remote: conn.barrier(),
+    "barrier": lambda conn, _: conn.barrier(),
 }
 
 
@@ -97,10 +83,10 @@ async def test_cancelled_after_it_is_done() -> None:
 
 async def test_response_and_cancel_in_one_turn() -> None:
     """A response that comes in the turn of the cancel goes to nobody, and the next operations are answered rightly."""
-    async with _against_raw() as (conn, peer):
+    async with against_raw() as (conn, peer):
         local = conn.alloc(128)
-        first = conn.read(_REMOTE[:64], into=local[:64])
-        second = conn.read(_REMOTE[:64], into=local[64:])
+        first = conn.read(REMOTE[:64], into=local[:64])
+        second = conn.read(REMOTE[:64], into=local[64:])
 
         async def wait() -> None:
             await first
@@ -119,9 +105,9 @@ async def test_response_and_cancel_in_one_turn() -> None:
 
 async def test_buffer_in_flight_after_a_cancel() -> None:
     """A cancelled READ's buffer is in use until the response is in, and `idle()` of it, or a slice, waits for that."""
-    async with _against_raw() as (conn, peer):
+    async with against_raw() as (conn, peer):
         local = conn.alloc(128)
-        reading = conn.read(_REMOTE[:64], into=local[:64])
+        reading = conn.read(REMOTE[:64], into=local[:64])
         await peer.fpdu()
         reading.cancel()
         async with asyncio.timeout(5):
@@ -141,10 +127,10 @@ async def test_buffer_in_flight_after_a_cancel() -> None:
 
 async def test_buffer_of_a_dropped_region_in_flight() -> None:
     """Memory of the pool that a cancelled READ names isn't given out again before the response is in."""
-    async with _against_raw() as (conn, peer):
+    async with against_raw() as (conn, peer):
         local = conn.alloc(64)
         key, addr = local.lkey, local.addr
-        reading = conn.read(_REMOTE[:64], into=local)
+        reading = conn.read(REMOTE[:64], into=local)
         await peer.fpdu()
         reading.cancel()
         del local, reading
@@ -158,9 +144,9 @@ async def test_buffer_of_a_dropped_region_in_flight() -> None:
 
 async def test_idle_cancelled() -> None:
     """A cancelled `idle()` drops its wait; another one goes on."""
-    async with _against_raw() as (conn, peer):
+    async with against_raw() as (conn, peer):
         local = conn.alloc(64)
-        reading = conn.read(_REMOTE[:64], into=local)
+        reading = conn.read(REMOTE[:64], into=local)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
                 await local.idle()
@@ -172,9 +158,9 @@ async def test_idle_cancelled() -> None:
 
 async def test_idle_ends_with_the_connection() -> None:
     """`idle()` returns when the connection ended, and the buffer isn't written afterwards."""
-    async with _against_raw() as (conn, peer):
+    async with against_raw() as (conn, peer):
         local = conn.alloc(64)
-        reading = conn.read(_REMOTE[:64], into=local)
+        reading = conn.read(REMOTE[:64], into=local)
         idle = asyncio.create_task(local.idle())
         await peer.fpdu()
         peer.close()
@@ -184,10 +170,10 @@ async def test_idle_ends_with_the_connection() -> None:
 
 async def test_region_closes_after_the_response() -> None:
     """Closing a region that a cancelled READ names waits for its response."""
-    async with _against_raw() as (conn, peer):
+    async with against_raw() as (conn, peer):
         buffer = bytearray(64)
         local = conn.register(buffer)
-        reading = conn.read(_REMOTE[:64], into=local)
+        reading = conn.read(REMOTE[:64], into=local)
         key, addr = local.lkey, local.addr
         await peer.fpdu()
         reading.cancel()
@@ -202,15 +188,15 @@ async def test_region_closes_after_the_response() -> None:
 
 async def test_waiting_request_is_withdrawn() -> None:
     """A cancelled request that waits in our own queue is never posted; those around it are, in order."""
-    async with _against_raw(max_send_wr=1) as (conn, peer):
+    async with against_raw(max_send_wr=1) as (conn, peer):
         local = conn.alloc(64)
-        reads = [conn.read(_REMOTE[offset : offset + 8], into=local[:8]) for offset in range(0, 40, 8)]
+        reads = [conn.read(REMOTE[offset : offset + 8], into=local[:8]) for offset in range(0, 40, 8)]
         reads[1].cancel()
         reads[3].cancel()
         sources = []
         for _ in range(3):
             asked = await peer.fpdu()
-            sources.append(int.from_bytes(asked.payload[-8:], "big") - _REMOTE.addr)
+            sources.append(int.from_bytes(asked.payload[-8:], "big") - REMOTE.addr)
             await peer.send(raw_peer.tagged(raw_peer.READ_RESPONSE, local.lkey, local.addr, bytes(8)))
         await asyncio.wait(reads)
         assert sources == [0, 16, 32]
@@ -222,9 +208,9 @@ async def test_waiting_request_is_withdrawn() -> None:
 
 async def test_all_waiting_requests_are_withdrawn() -> None:
     """With everything that waits cancelled, idle() returns at the last posted one, and the queue goes on."""
-    async with _against_raw(max_send_wr=1) as (conn, peer):
+    async with against_raw(max_send_wr=1) as (conn, peer):
         local = conn.alloc(64)
-        reads = [conn.read(_REMOTE[:8], into=local[at : at + 8]) for at in range(0, 64, 8)]
+        reads = [conn.read(REMOTE[:8], into=local[at : at + 8]) for at in range(0, 64, 8)]
         for read in reads[1:]:
             read.cancel()
         await local[8:].idle()
@@ -238,10 +224,10 @@ async def test_all_waiting_requests_are_withdrawn() -> None:
 
 async def test_drain_cancelled() -> None:
     """A cancelled drain() leaves the queue as it was; another drain() returns when it is short again."""
-    async with _against_raw(max_send_wr=1) as (conn, peer):
+    async with against_raw(max_send_wr=1) as (conn, peer):
         conn.set_write_buffer_limits(high=100, low=10)
         local = conn.alloc(64)
-        reads = [conn.read(_REMOTE[:64], into=local) for _ in range(4)]
+        reads = [conn.read(REMOTE[:64], into=local) for _ in range(4)]
         draining = [asyncio.create_task(conn.drain()) for _ in range(2)]
         await asyncio.sleep(0)
         draining[0].cancel()
@@ -257,9 +243,9 @@ async def test_drain_cancelled() -> None:
 
 async def test_drain_ends_with_the_connection() -> None:
     """drain() raises the connection's end, from inside too."""
-    async with _against_raw(max_send_wr=1) as (conn, peer):
+    async with against_raw(max_send_wr=1) as (conn, peer):
         conn.set_write_buffer_limits(high=0)
-        futures = [conn.read(_REMOTE[:64]) for _ in range(4)]
+        futures = [conn.read(REMOTE[:64]) for _ in range(4)]
         draining = asyncio.create_task(conn.drain())
         await peer.fpdu()
         peer.reset()
@@ -269,7 +255,7 @@ async def test_drain_ends_with_the_connection() -> None:
 
 
 async def test_batch_exit_cancelled() -> None:
-    """A cancel at the end of a batch drops the wait, not the requests: all are executed, and the connection works on."""
+    """A cancel at the end of a batch drops the wait, not the requests: all are executed; the connection works on."""
     async with _pair(max_send_wr=4) as (pair, region):
         remote = region.remote()
         region.view[:64] = bytes(range(64))

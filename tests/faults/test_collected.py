@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiordma
-from aiordma import Access, BrokenError, ConnectError, Connection, FlushedError, Listener, RemoteRegion
-from aiordma.device import loop_state
+from aiordma import Access, BrokenError, ConnectError, FlushedError, Listener
 from aiordma.testing import connected_pair
 from tests.conftest import LOOPS
-
-_REMOTE = RemoteRegion(0x1000, 1 << 20, 0x1234)
+from tests.faults.support import REMOTE, both, dial, opened, until
 
 
 def _collect(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -34,7 +32,7 @@ def _collect(caught: list[warnings.WarningMessage]) -> list[str]:
     return texts
 
 
-@contextmanager
+@contextlib.contextmanager
 def _warned(*texts: str) -> Iterator[None]:
     """Expect a ResourceWarning with each of these in it, by the end of the block, and no other warning."""
     with warnings.catch_warnings(record=True) as caught:
@@ -48,41 +46,16 @@ def _warned(*texts: str) -> Iterator[None]:
 
 def _sockets() -> int:
     count = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-        except OSError:
-            continue
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            count += str(fd.readlink()).startswith("socket:")
     return count
-
-
-def _nothing_open() -> bool:
-    state = loop_state()
-    ids = [cm_id for channel in state._channels.values() for cm_id in channel.ids]  # type: ignore[attr-defined]
-    qps = [qp for context in state._contexts.values() for cq in context._cqs for qp in cq.qps]
-    return not ids and not qps
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-async def _connect(port: int) -> Connection:
-    return await aiordma.connect("127.0.0.1", port)
-
-
-async def _both(listener: Listener) -> tuple[Connection, Connection]:
-    connecting = asyncio.create_task(_connect(listener.port))
-    server = await (await listener.get_request()).accept()
-    return await connecting, server
 
 
 async def test_connection() -> None:
     """A connection dropped open: a warning that names it; its peer sees the end, and nothing is left of it."""
     async with asyncio.timeout(20), aiordma.listen("127.0.0.1") as listener:
-        client, server = await _both(listener)
+        client, server = await both(listener)
         await asyncio.sleep(0)  # the call that woke this task holds what it waited for
         seen = weakref.ref(client)
         with _warned("unclosed <Connection to"):
@@ -91,39 +64,34 @@ async def test_connection() -> None:
         with pytest.raises(BrokenError):
             await server.recv()
         await server.close()
-    assert _nothing_open()
+    assert opened() == (0, 0)
 
 
 async def test_connection_with_requests_in_flight() -> None:
     """A connection dropped with requests in flight: their futures end as flushed."""
     async with asyncio.timeout(20), aiordma.listen("127.0.0.1") as listener:
-        client, server = await _both(listener)
+        client, server = await both(listener)
         await asyncio.sleep(0)
-        futures = [client.read(_REMOTE[:8]) for _ in range(10)]
+        futures = [client.read(REMOTE[:8]) for _ in range(10)]
         with _warned("unclosed <Connection to"):
             del client
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert all(isinstance(result, (FlushedError, aiordma.RemoteError)) for result in results)
         await server.close()
-    assert _nothing_open()
+    assert opened() == (0, 0)
 
 
 async def test_broken_connection() -> None:
     """A connection that ended by itself is still to be closed: dropped, it warns."""
     async with asyncio.timeout(20), aiordma.listen("127.0.0.1") as listener:
-        client, server = await _both(listener)
+        client, server = await both(listener)
         await asyncio.sleep(0)  # the call that woke this task holds what it waited for
         await server.close()
         with pytest.raises(BrokenError):
             await client.recv()
         with _warned("unclosed <Connection to"):
             del client
-        await _until(_nothing_open_but_the_listener)
-
-
-def _nothing_open_but_the_listener() -> bool:
-    (channel,) = loop_state()._channels.values()
-    return len(channel.ids) == 1  # type: ignore[attr-defined]
+        await until(lambda: opened() == (1, 0))
 
 
 async def test_listener() -> None:
@@ -132,28 +100,32 @@ async def test_listener() -> None:
     port = listener.port
     with _warned("unclosed <Listener"):
         del listener
-    await _until(_nothing_open)
+    await until(lambda: opened() == (0, 0))
     with pytest.raises(ConnectError, match="nothing listens"):
         await aiordma.connect("127.0.0.1", port)
+
+
+async def _requested(listener: Listener) -> None:
+    await until(lambda: not listener._queue.empty())
 
 
 async def test_listener_with_requests() -> None:
     """A listener dropped with requests that nobody took: the peers are told."""
     listener = await aiordma.listen("127.0.0.1")
-    connecting = asyncio.create_task(_connect(listener.port))
-    await _until(lambda: not listener._queue.empty())
+    connecting = asyncio.create_task(dial(listener.port))
+    await _requested(listener)
     with _warned("unclosed <Listener"):
         del listener
     async with asyncio.timeout(20):
         with pytest.raises(ConnectError):
             await connecting
-    assert _nothing_open()
+    assert opened() == (0, 0)
 
 
 async def test_request() -> None:
     """A request dropped without an answer: a warning that names it; the peer is told."""
     async with aiordma.listen("127.0.0.1") as listener:
-        connecting = asyncio.create_task(_connect(listener.port))
+        connecting = asyncio.create_task(dial(listener.port))
         request = await listener.get_request()
         await asyncio.sleep(0)
         with _warned("<ConnectRequest from"):
@@ -161,7 +133,7 @@ async def test_request() -> None:
         async with asyncio.timeout(20):
             with pytest.raises(ConnectError):
                 await connecting
-    assert _nothing_open()
+    assert opened() == (0, 0)
 
 
 async def test_region_with_remote_rights() -> None:
@@ -202,7 +174,7 @@ def _make_and_close(kind: str, make: Callable[[], Any]) -> Any:
 
 async def _open_connection() -> list[Any]:
     listener = await aiordma.listen("127.0.0.1")
-    client, server = await _both(listener)
+    client, server = await both(listener)
     await listener.close()
     return [client, server]
 
@@ -225,7 +197,7 @@ async def _open_listener() -> list[Any]:
 
 async def _open_request() -> list[Any]:
     listener = await aiordma.listen("127.0.0.1")
-    connecting = asyncio.create_task(_connect(listener.port))
+    connecting = asyncio.create_task(dial(listener.port))
     request = await listener.get_request()
     connecting.cancel()
     await asyncio.wait([connecting])
@@ -236,12 +208,12 @@ async def _open_request() -> list[Any]:
 async def _open_unrequested() -> list[Any]:
     """A listener with a request that nobody took, and with a connection that has said nothing."""
     listener = await aiordma.listen("127.0.0.1")
-    connecting = asyncio.create_task(_connect(listener.port))
-    await _until(lambda: not listener._queue.empty())
+    connecting = asyncio.create_task(dial(listener.port))
+    await until(lambda: not listener._queue.empty())
     connecting.cancel()
     await asyncio.wait([connecting])
     _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-    await _until(lambda: bool(listener._cm_ids[0].driver._arriving))  # type: ignore[attr-defined]
+    await until(lambda: bool(listener._cm_ids[0].driver._arriving))  # type: ignore[attr-defined]
     writer.close()
     await writer.wait_closed()
     return [listener]
@@ -260,7 +232,7 @@ _OPEN = {
 @pytest.mark.parametrize("kind", list(LOOPS))
 @pytest.mark.parametrize("name", list(_OPEN))
 def test_loop_closed_under_it(kind: str, name: str) -> None:
-    """A loop closed with open objects: they warn when they are collected, use the loop no more, and free their sockets."""
+    """Open objects on a closed loop warn when they are collected, use the loop no more, and free their sockets."""
     make, count = _OPEN[name]
     gc.collect()
     before = _sockets()
@@ -293,19 +265,19 @@ def test_closed_by_hand_after_its_loop(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(LOOPS))
 def test_runner_cancels_what_is_under_way(kind: str) -> None:
-    """asyncio.run ending with everything open and tasks in each awaitable: all tasks end, nothing hangs, all is freed."""
+    """asyncio.run that ends with everything open and a task in each awaitable: nothing hangs, and all is freed."""
     gc.collect()
     before = _sockets()
 
     async def main() -> None:
         server = await aiordma.serve(lambda conn: conn.recv(), "127.0.0.1")
-        client = await _connect(server.port)
+        client = await dial(server.port)
         listener = await aiordma.listen("127.0.0.1")
         tasks = [
             asyncio.create_task(client.recv()),
             asyncio.create_task(listener.get_request()),
             asyncio.create_task(server.serve_forever()),
-            asyncio.create_task(_connect(listener.port)),
+            asyncio.create_task(dial(listener.port)),
             asyncio.create_task(client.alloc(8).idle()),
         ]
         client.barrier()

@@ -16,6 +16,7 @@ from aiordma import Access, BrokenError, Connection, FlushedError, RemoteRegion,
 from aiordma.drivers.soft import cm
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawPeer
+from tests.faults.support import until
 
 _ALL = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 
@@ -29,9 +30,8 @@ async def _echo(conn: Connection) -> None:
 @contextlib.asynccontextmanager
 async def _served() -> AsyncIterator[tuple[Server, RemoteRegion]]:
     """A server that echoes messages and offers a region."""
-    async with aiordma.serve(_echo, "127.0.0.1") as server:
-        async with server.pd.alloc(4096, access=_ALL) as region:
-            yield server, region.remote()
+    async with aiordma.serve(_echo, "127.0.0.1") as server, server.pd.alloc(4096, access=_ALL) as region:
+        yield server, region.remote()
 
 
 async def _use(conn: Connection, remote: RemoteRegion, number: int) -> None:
@@ -45,9 +45,7 @@ async def _use(conn: Connection, remote: RemoteRegion, number: int) -> None:
 
 async def _left_alone(server: Server, connections: int) -> None:
     """Wait until the server has no more connections than these."""
-    async with asyncio.timeout(20):
-        while len(server.connections) > connections:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(server.connections) <= connections)
 
 
 def _session(remote: RemoteRegion) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A peer whose host vanishes without a word: noticed by keep-alive. The hosts are network namespaces of the test's own."""
+"""A peer whose host vanishes without a word is noticed by keep-alive. The hosts are network namespaces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import aiordma
-from aiordma import BrokenError, Connection, ConnectError, ConnParam, FlushedError, RemoteRegion, UnreachableError
+from aiordma import BrokenError, ConnectError, Connection, ConnParam, FlushedError, RemoteRegion, UnreachableError
 from tests.faults.peers import BIG, peer
+from tests.faults.support import until
 
 _NUMBERS = itertools.count()
 
@@ -96,9 +97,7 @@ async def test_read_in_flight(host: Host) -> None:
     async with _connected(host, ConnParam(keepalive=1)) as (conn, remote):
         local = conn.alloc(BIG)
         reading = conn.read(remote, into=local)
-        async with asyncio.timeout(20):
-            while local.view[0] != ord("r"):
-                await asyncio.sleep(0)
+        await until(lambda: local.view[0] == ord("r"))
         host.vanish()
         async with asyncio.timeout(20):
             with pytest.raises(FlushedError) as caught:

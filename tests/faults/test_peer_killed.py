@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -24,15 +24,9 @@ from aiordma import (
 from aiordma.testing import connected_pair
 from tests.conftest import LoopErrors
 from tests.faults.peers import BIG, Peer, peer
+from tests.faults.support import both, dial, until
 
 _ALL = Access.REMOTE_READ | Access.REMOTE_WRITE
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    """Turn the loop until something is so."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager
@@ -66,26 +60,21 @@ async def _served() -> AsyncIterator[tuple[Connection, RemoteRegion, Peer]]:
 
 async def _broken(conn: Connection) -> BrokenError:
     async with asyncio.timeout(20):
-        with pytest.raises(BrokenError) as caught:
+        try:
             while True:
                 await conn.recv()
-    return caught.value
+        except BrokenError as error:
+            return error
 
 
 async def _still_serves(listener: Listener) -> None:
     """The listener takes another connection."""
     async with asyncio.timeout(20):
-        connecting = asyncio.create_task(_connect(listener.port))
-        server = await (await listener.get_request()).accept()
-        client = await connecting
+        client, server = await both(listener)
         await client.send(b"still here")
         assert await server.recv() == b"still here"
         await client.close()
         await server.close()
-
-
-async def _connect(port: int) -> Connection:
-    return await aiordma.connect("127.0.0.1", port)
 
 
 async def test_before_accept() -> None:
@@ -114,7 +103,7 @@ async def test_before_reject() -> None:
 async def test_server_killed_before_its_reply() -> None:
     """A server killed before it accepted: connect fails at once, and says what happened."""
     async with peer("unaccepting") as process:
-        connecting = asyncio.create_task(_connect(int(await process.said())))
+        connecting = asyncio.create_task(dial(int(await process.said())))
         assert await process.said() == "requested"
         process.kill()
         async with asyncio.timeout(20):
@@ -151,7 +140,7 @@ async def test_server_killed_mid_read() -> None:
     async with _served() as (conn, remote, process):
         local = conn.alloc(BIG)
         reading = conn.read(remote, into=local)
-        await _until(lambda: local.view[0] == ord("r"))
+        await until(lambda: local.view[0] == ord("r"))
         process.kill()
         async with asyncio.timeout(20):
             with pytest.raises(FlushedError) as caught:
@@ -165,7 +154,7 @@ async def test_server_killed_mid_read() -> None:
 async def test_client_killed_mid_read() -> None:
     """A client killed within a READ of 64 MiB from us: the connection ends, and the region can be closed."""
     async with _accepted("reading", BIG) as (conn, region, process):
-        await _until(lambda: conn.qp.driver.link._writing)  # type: ignore[attr-defined]
+        await until(lambda: conn.qp.driver.link._writing)  # type: ignore[attr-defined]
         process.kill()
         await _broken(conn)
         assert region is not None
@@ -177,7 +166,7 @@ async def test_client_killed_mid_write() -> None:
     """A client killed within a WRITE of 64 MiB to us: the connection ends; what came is there, what didn't isn't."""
     async with _accepted("writing", BIG) as (conn, region, process):
         assert region is not None
-        await _until(lambda: region.view[0] == ord("w"))
+        await until(lambda: region.view[0] == ord("w"))
         process.kill()
         error = await _broken(conn)
         assert not error.orderly
@@ -190,7 +179,7 @@ async def test_server_killed_mid_write() -> None:
         process.stop()
         local = conn.alloc(BIG)
         writing = conn.write(remote, local)
-        await _until(lambda: conn.qp.driver.link._writing)  # type: ignore[attr-defined]
+        await until(lambda: conn.qp.driver.link._writing)  # type: ignore[attr-defined]
         process.kill()
         async with asyncio.timeout(20):
             with pytest.raises(FlushedError):
@@ -201,11 +190,11 @@ async def test_server_killed_mid_write() -> None:
 async def test_killed_while_we_are_paused() -> None:
     """A peer killed while its messages wait for a receive: all that came is received, in order, then the end."""
     async with _accepted("sending") as (conn, _, process):
-        await _until(lambda: not conn.qp.driver.link._reading)  # type: ignore[attr-defined]
+        await until(lambda: not conn.qp.driver.link._reading)  # type: ignore[attr-defined]
         process.kill()
         received = 0
         async with asyncio.timeout(20):
-            with pytest.raises(BrokenError):
+            with contextlib.suppress(BrokenError):
                 while True:
                     message = await conn.recv()
                     assert int.from_bytes(message[:4], "big") == received
@@ -217,17 +206,17 @@ async def test_killed_while_we_are_paused() -> None:
 async def test_noticed_while_paused_without_a_receive() -> None:
     """A peer killed while too many of its messages wait: what is sent to it fails, though nothing is received."""
     async with _accepted("sending") as (conn, _, process):
-        await _until(lambda: not conn.qp.driver.link._reading)  # type: ignore[attr-defined]
+        await until(lambda: not conn.qp.driver.link._reading)  # type: ignore[attr-defined]
         process.kill()
         async with asyncio.timeout(20):
-            with pytest.raises((BrokenError, FlushedError)):
+            with contextlib.suppress(BrokenError, FlushedError):
                 while True:
                     await conn.send(b"x")
                     await asyncio.sleep(0)
 
 
 async def test_a_thousand_futures(loop_errors: LoopErrors) -> None:
-    """A thousand operations in flight on a link that breaks: each ends; one failure at most is logged; the next post raises."""
+    """A thousand operations on a link that breaks: each ends, one failure at most is logged, the next post raises."""
     async with _served() as (conn, remote, process):
         process.stop()
         futures = [conn.read(remote[:8]) for _ in range(600)]

@@ -18,6 +18,7 @@ import aiordma
 from aiordma import Access, BrokenError, ConnectError, Connection, ConnectRequest, FlushedError, RejectedError, Server
 from aiordma.testing import connected_pair
 from tests.conftest import LoopErrors
+from tests.faults.support import until
 
 
 async def _echo(conn: Connection) -> None:
@@ -78,9 +79,7 @@ async def test_a_hundred_handlers_raise(loop_errors: LoopErrors) -> None:
         for conn in conns:
             conn.send(b"raise")
         await asyncio.gather(*[conn.close() for conn in conns])
-        async with asyncio.timeout(20):
-            while server.connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.connections)
     assert [str(context["exception"]) for context in loop_errors] == ["asked for"] * 100
     loop_errors.clear()
 
@@ -176,8 +175,7 @@ async def test_slow_to_accept() -> None:
 
         connecting = [asyncio.create_task(dial()) for _ in range(5)]
         async with asyncio.timeout(20):
-            while listener._queue.qsize() < 5:
-                await asyncio.sleep(0.001)
+            await until(lambda: listener._queue.qsize() == 5)
             assert not any(task.done() for task in connecting)
             for _ in range(5):
                 server = await (await listener.get_request()).accept()
@@ -293,7 +291,7 @@ asyncio.run(main())
 
 
 def test_out_of_descriptors() -> None:
-    """Without a free descriptor the listener reports it once, serves who is connected, and accepts again when it can."""
+    """Without a free descriptor the listener reports it once, serves who is connected, accepts again when it can."""
     command = [sys.executable, "-X", "dev", "-c", _OUT_OF_DESCRIPTORS]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], timeout=40, capture_output=True, text=True, check=False
@@ -320,7 +318,7 @@ def _accept_fails(monkeypatch: pytest.MonkeyPatch, times: int) -> Iterator[None]
 
 
 async def test_full_backlog_after_a_failed_accept(monkeypatch: pytest.MonkeyPatch, loop_errors: LoopErrors) -> None:
-    """A listener that once couldn't accept goes on when its backlog is full later, and has room again."""
+    """A listener that once couldn't accept goes on when its backlog was full later, and has room again."""
     monkeypatch.setattr("aiordma.drivers.soft.cm.REQUEST_TIMEOUT", 0.1)
     with _accept_fails(monkeypatch, 1):
         async with aiordma.serve(_echo, "127.0.0.1", backlog=2) as server, asyncio.timeout(20):

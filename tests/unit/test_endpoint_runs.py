@@ -147,6 +147,8 @@ def requests_of(end: End, run: RunWR) -> list[bytes]:
     before=st.one_of(st.just(0), st.integers(ddp.MASK32 - 80, ddp.MASK32)),
     opcode=st.sampled_from([Opcode.RDMA_READ, Opcode.RDMA_WRITE]),
 )
+@example(size=8, sinks=list(range(8)), before=ddp.MASK32 - 3, opcode=Opcode.RDMA_READ)
+@example(size=8, sinks=list(range(8)), before=ddp.MASK32 - 8, opcode=Opcode.RDMA_READ)
 def test_same_bytes(size: int, sinks: list[int], before: int, opcode: Opcode) -> None:
     """A run is the same FPDUs on the wire as its requests, whatever its size, count and sequence numbers."""
     made = []

@@ -21,8 +21,8 @@ import aiordma
 FLOORS = (
     ("enums", "errors", "types"),
     ("drivers",),
-    ("cm", "completion", "device", "memory", "queue_pair"),
-    ("batch", "connection", "inbox", "listener", "opening"),
+    ("cm", "completion", "device", "memory", "queue_pair", "recv_ledger", "slots", "write_buffer"),
+    ("batch", "connection", "connector", "inbox", "listener", "opening"),
     ("messages", "stream"),
     ("",),
     ("nvme", "testing", "tools"),

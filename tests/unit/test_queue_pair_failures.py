@@ -11,7 +11,7 @@ import pytest
 from aiordma.drivers.base import PostError
 from aiordma.enums import AsyncEventType, Opcode, QPState, SendFlags, WCStatus
 from aiordma.errors import BrokenError, ClosedError, FlushedError, LocalError, RemoteError
-from aiordma.queue_pair import RecvSlot
+from aiordma.slots import RecvSlot
 from tests.conftest import LoopErrors
 from tests.unit.fake_driver import rig, state
 

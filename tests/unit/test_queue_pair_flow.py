@@ -144,7 +144,7 @@ async def test_limits(given: tuple[int | None, int | None], high: int, low: int)
     """Limits default to each other as asyncio's do."""
     async with rig(max_send_wr=1) as r:
         r.qp.set_write_buffer_limits(*given)
-        assert (r.qp._high_bytes, r.qp._low_bytes) == (high, low)
+        assert r.qp.get_write_buffer_limits() == (low, high)
 
 
 @pytest.mark.parametrize("given", [(1, 2), (-1, None), (5, -1)])
@@ -153,7 +153,7 @@ async def test_wrong_limits(given: tuple[int, int | None]) -> None:
     async with rig(max_send_wr=1) as r:
         with pytest.raises(ValueError, match="must be at least"):
             r.qp.set_write_buffer_limits(*given)
-        assert r.qp._high_bytes == 65536
+        assert r.qp.get_write_buffer_limits()[1] == 65536
 
 
 async def test_raised_limits_release_drain() -> None:

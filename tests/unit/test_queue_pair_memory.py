@@ -11,7 +11,7 @@ import pytest
 
 from aiordma.enums import Opcode, QPState, WCOpcode
 from aiordma.errors import DeviceError
-from aiordma.queue_pair import RecvSlot
+from aiordma.slots import RecvSlot
 from tests.unit.fake_driver import rig, state
 
 # -- receives ------------------------------------------------------------------------------------------------

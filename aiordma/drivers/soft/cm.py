@@ -109,7 +109,7 @@ class SoftCMID:
 
     def _open_socket(self, family: socket.AddressFamily) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)  # noqa: FBT003
+        sock.setblocking(False)
         return sock
 
     def _receive_frame(self, *, reply: bool) -> StartupFrame | None:
@@ -357,10 +357,10 @@ class SoftCMID:
             except OSError as error:
                 self._accept_failed(error)
                 return
-            sock.setblocking(False)  # noqa: FBT003
+            sock.setblocking(False)
             arriving = SoftCMID(self._channel)
             arriving.device_name = NAME
-            arriving._arrive(self, sock, addr)  # noqa: SLF001 - one class, the two ends of one handshake
+            arriving._arrive(self, sock, addr)
 
     def _accept_failed(self, error: OSError) -> None:
         """Out of descriptors or memory: leave the queue alone for a second, as asyncio does, and say so."""
@@ -380,7 +380,7 @@ class SoftCMID:
         self._sock = sock
         self.peer_addr = addr
         self._listener = listener
-        listener._arriving.add(self)  # noqa: SLF001
+        listener._arriving.add(self)
         self._channel.ids.add(self)
         try:
             self.local_addr = sock.getsockname()

@@ -8,7 +8,7 @@ from typing import Final
 from aiordma.drivers.soft import ddp
 from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_OPERATION, fault
 from aiordma.drivers.soft.send_queue import CompletionSink
-from aiordma.drivers.soft.stag import LocalFault, StagTable
+from aiordma.drivers.soft.stag import StagTable
 from aiordma.enums import Access, WCFlags, WCOpcode, WCStatus
 from aiordma.types import RecvWR
 
