@@ -121,9 +121,9 @@ class Connection:
             RemoteError: (the future) the peer's device refused: key, bounds, rights. See `reason`.
         """
         if into is None:
-            memory = self.pd.alloc(remote.length)
-            view = memory.view
-            return self.qp.post_send(_READ, (memory,), remote.addr, remote.rkey, None, _SIGNALED | fence, view.tobytes)
+            own = self.pd.alloc(remote.length)
+            flags = _SIGNALED | fence
+            return self.qp.post_send(_READ, (own,), remote.addr, remote.rkey, None, flags, own.view.tobytes)
         if isinstance(into, _LOCAL):
             if into.length > remote.length or not into.writable:
                 raise self.unreadable(into, remote)
@@ -316,7 +316,7 @@ class Connection:
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def alloc(self, length: int, *, access: Access = Access.LOCAL_WRITE) -> MemoryRegion:
-        """Allocate registered memory: for local use from the pool, with undefined content; else zeroed, with its own key.
+        """Allocate registered memory: its content is undefined, or with remote rights zeroed, and its key its own.
 
         With remote rights it stays registered until the connection closes, unless you close it before.
         """
@@ -376,6 +376,7 @@ class Connection:
         return tuple(pieces)
 
     def landing(self, remote: RemoteRegion) -> _Landing:
+        """Give eight bytes that an atomic's old value can come back to."""
         self._require("atomics", "atomics")
         if remote.length < 8:
             raise ValueError(f"an atomic works on 8 bytes, the remote region has {remote.length}")
@@ -467,7 +468,7 @@ class Connection:
     def __del__(self) -> None:
         if getattr(self, "_cm_id", None) is None or self._cm_id.destroyed:
             return
-        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
         arguments = (self.qp, self._inbox, self._cm_id, self._regions)
         if self._loop.is_closed():
             _free(*arguments)

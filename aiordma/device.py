@@ -31,7 +31,7 @@ def drivers() -> list[Driver]:
 
 
 def devices() -> list[DeviceInfo]:
-    """List the RDMA devices of this machine, and those it could have, with the line that says how (ibv_get_device_list)."""
+    """List this machine's RDMA devices, and those it could have with the line that says how (ibv_get_device_list)."""
     found = [device for driver in drivers() for device in driver.list_devices()]
     found.append(
         DeviceInfo(

@@ -127,7 +127,7 @@ class ConnectRequest:
     def __del__(self) -> None:
         if getattr(self, "_answered", True):
             return
-        warnings.warn(f"{self!r} was neither accepted nor rejected", ResourceWarning, source=self)
+        warnings.warn(f"{self!r} was neither accepted nor rejected", ResourceWarning, stacklevel=2, source=self)
         if self._loop.is_closed():
             self._cm_id.destroy()
         else:  # the collector may run in any thread
@@ -213,7 +213,7 @@ class Listener:
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
             return
-        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
         if self._loop.is_closed():
             _destroy(self._cm_ids, self._queue)
         else:  # the collector may run in any thread
@@ -379,7 +379,7 @@ class Server:
         finally:
             if connection is None:
                 request.abandon()
-            self.connections.discard(connection)  # type: ignore[arg-type]
+            self.connections.discard(connection)
 
     async def serve_forever(self) -> None:
         """Serve until cancelled or closed; then close."""

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiordma.drivers.base import DriverMR
 from aiordma.enums import Access
@@ -182,7 +182,7 @@ class MemoryRegion(_Sliceable):
             self.deregister()
         self.whole.release()
 
-    async def __aenter__(self) -> MemoryRegion:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -192,7 +192,9 @@ class MemoryRegion(_Sliceable):
         if self._mr is not None:
             if self.access & _REMOTE and not self.pd.closed:
                 # The peer that was given its key can't be told.
-                warnings.warn(f"unclosed {self!r}: a peer may still use its key", ResourceWarning, source=self)
+                warnings.warn(
+                    f"unclosed {self!r}: a peer may still use its key", ResourceWarning, stacklevel=2, source=self
+                )
             self.deregister()
 
     def __repr__(self) -> str:

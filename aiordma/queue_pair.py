@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aiordma.completion import CompletionQueue
 from aiordma.drivers.base import Completion, DriverContext, DriverPD, DriverQP, PostError
@@ -263,7 +263,7 @@ class QueuePair:
                     ready |= self.driver.post_run(slot)
                     start += 1
                 else:
-                    part = [single for single in takewhile(is_single, slots[start:])]
+                    part = cast("list[SendSlot]", list(takewhile(is_single, slots[start:])))
                     ready |= self._post_send(part)
                     start += len(part)
         except OSError as error:
@@ -385,10 +385,10 @@ class QueuePair:
             if not future.done():
                 future.set_result(None)
         error = self._failed(completion, Opcode(run.opcode))
-        future = run.futures[index] if run.futures else run.future if index == run.count - 1 else None
+        last = run.future if index == run.count - 1 else None
         if run.group is not None:
             run.group.append(error)
-        reject(future, error, quiet=run.group is not None)
+        reject(run.futures[index] if run.futures else last, error, quiet=run.group is not None)
         run.retired = index + 1
         if run.retired < run.count:
             self._ledger.appendleft(run)  # those behind it complete by themselves
@@ -485,8 +485,9 @@ class QueuePair:
             self.on_failure(failure)
 
     def refuse(self, why: BaseException) -> None:
-        """Take no further posts; what is posted or waits goes on."""
-        self.refusal = self.refusal or why
+        """Take no further posts; what is posted or waits goes on. Of what the user does, the first counts."""
+        if not isinstance(self.refusal, ClosedError):
+            self.refusal = why
 
     @property
     def in_flight(self) -> int:

@@ -231,9 +231,9 @@ class RemoteRegion:
 
 # Slicing is on the path of every READ: the slots' own setters pass by the frozen __setattr__ and the validators.
 _new = object.__new__
-_set_addr = RemoteRegion.addr.__set__  # type: ignore[attr-defined]
-_set_length = RemoteRegion.length.__set__  # type: ignore[attr-defined]
-_set_rkey = RemoteRegion.rkey.__set__  # type: ignore[attr-defined]
+_set_addr = RemoteRegion.addr.__set__  # type: ignore[attr-defined,misc]
+_set_length = RemoteRegion.length.__set__  # type: ignore[attr-defined,misc]
+_set_rkey = RemoteRegion.rkey.__set__  # type: ignore[attr-defined,misc]
 
 
 @frozen(kw_only=True)

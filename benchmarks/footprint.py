@@ -11,7 +11,7 @@ from typing import Any
 import uvloop
 
 import aiordma
-from aiordma import ConnParam, Connection
+from aiordma import Connection, ConnParam
 
 COUNT = 1000
 #: Receive buffers of 1 MiB slabs would drown what is measured: these are small, and taken off.

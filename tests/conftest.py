@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +44,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _open_fds() -> dict[str, str]:
     fds = {}
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         try:
-            fds[fd] = os.readlink(f"/proc/self/fd/{fd}")
+            fds[fd.name] = str(fd.readlink())
         except OSError:  # the listing's own
             continue
     return fds
@@ -66,11 +67,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a coroutine test."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}  # noqa: SLF001
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     errors = next((value for value in arguments.values() if isinstance(value, LoopErrors)), LoopErrors())
     gc.collect()
     before = _open_fds()
-    with asyncio.Runner(loop_factory=LOOPS[pyfuncitem.callspec.params["loop_kind"]]) as runner:
+    with asyncio.Runner(loop_factory=LOOPS[str(pyfuncitem.callspec.params["loop_kind"])]) as runner:
         loop = runner.get_loop()
         loop.set_exception_handler(lambda _, context: errors.append(context))
         if os.environ.get("AIORDMA_TEST_EAGER") and sys.version_info >= (3, 12):

@@ -146,6 +146,13 @@ class RawPeer:
         """Send all of it."""
         await self._loop.sock_sendall(self.sock, data)
 
+    def offer(self, data: bytes) -> bytes:
+        """Send what the socket takes now, and give the rest."""
+        try:
+            return data[self.sock.send(data) :]
+        except BlockingIOError:
+            return data
+
     async def exactly(self, count: int) -> bytes:
         """Receive `count` bytes.
 

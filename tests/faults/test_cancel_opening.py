@@ -46,7 +46,7 @@ async def test_connect_cancelled_after_any_number_of_turns(monkeypatch: pytest.M
     async def resolve(host: str, port: int) -> list[tuple[str, int]]:  # a thread's turns can't be counted
         return [(host, port)]
 
-    monkeypatch.setattr("aiordma.connection.resolve_host", resolve)
+    monkeypatch.setattr("aiordma.connector.resolve_host", resolve)
     async with aiordma.serve(_handle_for_ever, "127.0.0.1") as server:
         done, turns = False, 0
         while not done:
@@ -72,7 +72,7 @@ async def test_connect_cancelled_while_the_name_is_resolved(monkeypatch: pytest.
         await asyncio.get_running_loop().create_future()
         return []
 
-    monkeypatch.setattr("aiordma.connection.resolve_host", never)
+    monkeypatch.setattr("aiordma.connector.resolve_host", never)
     task = asyncio.create_task(dial(1, "somewhere"))
     await asked.wait()
     await _ended(task)

@@ -290,11 +290,15 @@ async def test_close_while_too_much_is_unreceived(monkeypatch: pytest.MonkeyPatc
             await peer.send(raw_peer.request())
             conn = await (await listener.get_request()).accept()
             await peer.frame()
-            msn = 0
+            msn, part = 0, b""
             while conn.qp.driver.link._reading:  # type: ignore[attr-defined]
-                msn += 1
-                await peer.send(raw_peer.send(msn, bytes(2000)))
+                if not part:
+                    msn += 1
+                    part = raw_peer.send(msn, bytes(2000))
+                part = peer.offer(part)
+                await asyncio.sleep(0)
             closing = asyncio.create_task(conn.close(timeout=60))
+            await peer.send(part)
             for _ in range(500):
                 msn += 1
                 await peer.send(raw_peer.send(msn, bytes(2000)))

@@ -299,15 +299,17 @@ async def test_flood_without_a_receiver() -> None:
             await peer.send(raw_peer.request())
             conn = await (await listener.get_request()).accept()
             await peer.frame()
-            sent, msn, limit = 0, 0, 64 << 20
+            sent, msn, limit, part = 0, 0, 64 << 20, b""
             tracemalloc.start()
             try:
                 async with asyncio.timeout(30):
                     while conn.qp.driver.link._reading and sent < limit:  # type: ignore[attr-defined]
-                        msn += 1
-                        part = raw_peer.send(msn, bytes(1400))
-                        sent += len(part)
-                        await peer.send(part)
+                        if not part:
+                            msn += 1
+                            part = raw_peer.send(msn, bytes(1400))
+                            sent += len(part)
+                        part = peer.offer(part)
+                        await asyncio.sleep(0)
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()

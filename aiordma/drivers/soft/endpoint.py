@@ -339,7 +339,7 @@ class Endpoint:
         queue = self.send_queue
         if queue.outstanding:
             oldest = queue.outstanding[0]
-            if type(oldest) is tuple:
+            if isinstance(oldest, tuple):
                 _, views, read_stag, read_to, total, atomic = oldest
                 if (
                     stag == read_stag and to == read_to and size == total

@@ -166,10 +166,7 @@ class Link:
             skipped = min(self._skip, end - start)
             self._skip -= skipped
             start += skipped
-        if start:
-            done = start + endpoint.receive(staging[start:end], end - start)
-        else:
-            done = endpoint.receive(staging, end)
+        done = start + endpoint.receive(staging[start:end] if start else staging, end - start)
         self._carry = bytes(staging[done:end]) if done < end else b""
         if endpoint.receive_queue.kept_bytes > endpoint.receive_queue.bound and self._reading:
             if self._fin:
@@ -370,7 +367,7 @@ class Link:
             self._lost("this side aborted the connection")
 
     def release(self) -> None:
-        """Nobody uses it any more: end without waiting for the peer. In order, if everything is sent and the FIN too."""
+        """Nobody uses it any more: end without waiting for the peer, in order if all is sent and the FIN too."""
         if self._fin:
             self._lost("this side closed the connection")
         else:

@@ -43,7 +43,7 @@ class Responder:
         self.atomic_msn = 0
 
     def start(self, resources: int, mulpdu: int, *, joined: bool) -> None:
-        """Take the negotiated IRD, the largest ULPDU towards this peer, and whether FPDUs may leave joined as they are."""
+        """Take the negotiated IRD, the largest ULPDU towards this peer, and whether FPDUs may leave joined."""
         self._resources = resources
         self._joined = joined
         # Multiples of 4 need no pad.

@@ -142,10 +142,13 @@ class SoftQP:
 
     def post_send(self, wrs: Sequence[SendWR]) -> bool:
         """Execute; True if a completion can be polled."""
-        if self.link is None or len(wrs) > 1 or len(wrs[0].sg_list) > 1 or wrs[0].opcode not in _SUPPORTED:
+        link = self.link
+        if link is None:
+            raise PostError(errno.EINVAL, "the queue pair isn't connected", posted=0)
+        if len(wrs) > 1 or len(wrs[0].sg_list) > 1 or wrs[0].opcode not in _SUPPORTED:
             self._check(wrs)
         self.endpoint.post_send(wrs)
-        self.link.kick(wrs[-1].opcode)
+        link.kick(wrs[-1].opcode)
         return bool(self._send_cq.pending)
 
     def post_run(self, run: RunWR) -> bool:
@@ -159,8 +162,6 @@ class SoftQP:
 
     def _check(self, wrs: Sequence[SendWR]) -> None:
         """Refuse what verbs refuse at the post."""
-        if self.link is None:
-            raise PostError(errno.EINVAL, "the queue pair isn't connected", posted=0)
         for index, wr in enumerate(wrs):
             if wr.opcode in _SUPPORTED and len(wr.sg_list) <= self._max_sge:
                 continue

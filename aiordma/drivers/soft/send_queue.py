@@ -147,7 +147,7 @@ class SendQueue:
         return not self._posted and not self._stalled
 
     def start(self, initiator_depth: int, mulpdu: int, *, joined: bool) -> None:
-        """Take the negotiated ORD, the largest ULPDU towards this peer, and whether FPDUs may leave joined as they are."""
+        """Take the negotiated ORD, the largest ULPDU towards this peer, and whether FPDUs may leave joined."""
         self.initiator_depth = initiator_depth
         self._joined = joined
         # Multiples of 4 need no pad, and a tagged payload in between no realignment.
@@ -301,7 +301,7 @@ class SendQueue:
         if len(sg_list) == 1:
             sge = sg_list[0]
             stag, to, total = sge.lkey, sge.addr, sge.length
-            views = (self._local(self._pd, sge, _LOCAL_WRITE),)
+            views: tuple[memoryview, ...] = (self._local(self._pd, sge, _LOCAL_WRITE),)
         elif not sg_list:
             views = ()
             stag = to = total = 0
@@ -449,13 +449,13 @@ class SendQueue:
             self._advance()
 
     def requested(self, msn: int) -> SendWR | None:
-        """Give the request that Read or Atomic Request number `msn` was of; the oldest, if the number makes no sense."""
+        """Give the request that Read or Atomic Request number `msn` was of; the oldest if there is no such number."""
         self.unroll()
         outstanding = self.outstanding
         if not outstanding:
             return None
         index = msn - (self._request_msn - len(outstanding) + 1) & ddp.MASK32
-        return outstanding[index if index < len(outstanding) else 0][0]  # type: ignore[index,no-any-return]
+        return outstanding[index if index < len(outstanding) else 0][0]  # type: ignore[index]
 
     def _finish(self, wr: SendWR) -> None:
         """Note a request as done; completions surface in the order of the posts."""
