@@ -132,7 +132,7 @@ class QueuePair:
         slot.compare_add = compare_add
         slot.swap = swap
         future = slot.future = self._create_future()
-        if self._credits and not self._waiting:
+        if self._credits and (not self.attention or not self._waiting):
             self._credits -= 1
             if not self._credits:
                 slot.send_flags |= _SIGNALED  # else nothing would ever give the places back
@@ -153,18 +153,24 @@ class QueuePair:
         The first one goes to the device at once. Those that follow in the same turn of the loop are collected, and go
         as runs where they are alike: the device handles a run for a fraction of the price.
         """
-        if self._fresh or self._waiting or not self._credits or self.refusal is not None:
+        if self._fresh or not self._credits or self.refusal is not None or (self.attention and self._waiting):
             self._fresh = False
             return self.post_send(_READ, (memory,), remote_addr, rkey)
         run = self._collected
-        if run is None or run.size != memory.length or run.rkey != rkey or run.lkey != memory.lkey or run.full:
+        if run is None or run.size != memory.length or run.rkey != rkey or run.lkey != memory.lkey or not run.room:
             if run is None:
                 self._loop.call_soon(self._post_collected)
             else:
                 self._post_collected()
             run = self._collected = Collected(memory.length, memory.lkey, rkey)
         self._credits -= 1
-        return run.add(memory, remote_addr, self._create_future())
+        run.room -= 1
+        run.memory.append(memory)
+        run.local_addrs.append(memory.addr)
+        run.remote_addrs.append(remote_addr)
+        future = self._create_future()
+        run.futures.append(future)
+        return future
 
     def _post_collected(self) -> None:
         """Post what was collected: as a run, or as single READs if it is too short."""

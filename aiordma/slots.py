@@ -77,29 +77,17 @@ class RecvSlot(RecvWR):
 class Collected:
     """READs of one turn that are alike, on the way to a run."""
 
-    __slots__ = ("futures", "lkey", "local_addrs", "memory", "remote_addrs", "rkey", "size")
+    __slots__ = ("futures", "lkey", "local_addrs", "memory", "remote_addrs", "rkey", "room", "size")
 
     def __init__(self, size: int, lkey: int, rkey: int) -> None:
         self.size = size
         self.lkey = lkey
         self.rkey = rkey
+        self.room = RUN_LENGTH
         self.memory: list[SGE] = []
         self.local_addrs: list[int] = []
         self.remote_addrs: list[int] = []
         self.futures: list[asyncio.Future[Any]] = []
-
-    @property
-    def full(self) -> bool:
-        """Whether it is long enough to be posted."""
-        return len(self.futures) >= RUN_LENGTH
-
-    def add(self, memory: SGE, remote_addr: int, future: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        """Add a READ; gives its future."""
-        self.memory.append(memory)
-        self.local_addrs.append(memory.addr)
-        self.remote_addrs.append(remote_addr)
-        self.futures.append(future)
-        return future
 
 
 def withdrawn(slot: SendSlot | RunSlot) -> bool:

@@ -343,9 +343,10 @@ class Endpoint:
                 _, views, read_stag, read_to, total, atomic = oldest
                 if (
                     stag == read_stag and to == read_to and size == total
-                    and len(views) == 1 and not self._response_got and not atomic
+                    and len(views) < 2 and not self._response_got and not atomic
                 ):  # fmt: skip
-                    views[0][:] = buf[pos + 16 : pos + 16 + size]
+                    if size:
+                        views[0][:] = buf[pos + 16 : pos + 16 + size]
                     queue.responded()
                     return after
             elif count := self._response_run(oldest, buf, pos, end):

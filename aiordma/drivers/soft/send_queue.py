@@ -87,8 +87,9 @@ class ReadRun:
         sinks = self.wr.local_addrs[self.start : end]
         self.start = end
         memory, base = self.memory, self.base
-        if isinstance(sinks, range) and sinks.step == size:
-            start = sinks.start - base
+        first = sinks[0]
+        if sinks[-1] - first == (len(sinks) - 1) * size and tuple(sinks) == tuple(range(first, sinks[-1] + 1, size)):
+            start = first - base
             memory[start : start + size * len(payloads)] = b"".join(payloads)
         else:
             for sink, payload in zip(sinks, payloads, strict=True):
