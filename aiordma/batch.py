@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from aiordma.enums import Opcode
 from aiordma.errors import CompletionError, FlushedError, RDMAError
 from aiordma.slots import RUN_LENGTH, RunSlot, SendSlot
-from aiordma.types import Buffer, RemoteRegion
+from aiordma.types import Buffer, RemoteRegion, bounds
 
 if TYPE_CHECKING:
     from aiordma.connection import Connection, Memory
@@ -101,10 +101,15 @@ class Batch:
             raise self._connection.unreadable(memory, remote)
         if size < 0 or count * size > memory.length:
             raise ValueError(f"{count} pieces of {size} bytes, but the local memory has {memory.length}")
-        if count and (min(offsets) < 0 or int(max(offsets)) + size > remote.length):  # NumPy's integers would wrap
-            raise ValueError(f"an offset is out of bounds: the remote region has {remote.length} bytes")
         base = remote.addr
-        remote_addrs = [base + offset for offset in (offsets if isinstance(offsets, range) else map(int, offsets))]
+        if isinstance(offsets, range):
+            remote_addrs: Sequence[int] = range(base + offsets.start, base + offsets.stop, offsets.step)
+        else:
+            remote_addrs = [base + offset for offset in map(int, offsets)]  # NumPy's integers would wrap
+        if count:
+            low, high = bounds(remote_addrs)
+            if low < base or high + size > base + remote.length:
+                raise ValueError(f"an offset is out of bounds: the remote region has {remote.length} bytes")
         step = min(RUN_LENGTH, self._qp.max_send_wr)
         for start in range(0, count, step):
             end = min(start + step, count)

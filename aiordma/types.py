@@ -36,6 +36,13 @@ _MAX_U64: Final = (1 << 64) - 1
 _MAX_U32: Final = (1 << 32) - 1
 
 
+def bounds(addrs: Sequence[int]) -> tuple[int, int]:
+    """Give the lowest and the highest of some addresses, of which there is at least one."""
+    if isinstance(addrs, range):  # 0.1 us, where looking at 64 costs 2
+        return (addrs[0], addrs[-1]) if addrs.step > 0 else (addrs[-1], addrs[0])
+    return min(addrs), max(addrs)
+
+
 class SGE:
     """One element of a gather or scatter list (struct ibv_sge).
 

@@ -282,6 +282,17 @@ async def test_close_with_unreceived_messages() -> None:
         await pair.server.close(timeout=60)
 
 
+async def test_close_with_messages_behind_it() -> None:
+    """close() that is answered with more messages than there are receives doesn't wait for a receiver."""
+    async with against_raw(recv_depth=1) as (conn, peer):
+        closing = asyncio.create_task(conn.close(timeout=60))
+        assert await peer.ended()
+        for msn in range(1, 6):
+            await peer.send(raw_peer.send(msn, b"late"))
+        peer.close()
+        await closing
+
+
 async def test_close_while_too_much_is_unreceived(monkeypatch: pytest.MonkeyPatch) -> None:
     """close() of a connection that is paused for unreceived messages sees its peer's end."""
     monkeypatch.setattr("aiordma.drivers.soft.link.LINGER", 60.0)

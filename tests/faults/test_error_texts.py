@@ -260,6 +260,28 @@ async def test_too_much_private_data() -> None:
         await aiordma.connect("127.0.0.1", 1, private_data=bytes(509))
 
 
+async def test_no_crc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRC asked for on a machine that can't: both calls say what to install, and the listener goes on."""
+    monkeypatch.setattr("aiordma.drivers.soft.cm.CRC32C_AVAILABLE", False)
+    param = ConnParam(crc=True)
+    async with aiordma.listen("127.0.0.1") as listener, asyncio.timeout(20):
+        with pytest.raises(UnsupportedError, match=r"pip install 'aiordma\[crc\]'"):
+            await aiordma.connect("127.0.0.1", listener.port, param=param)
+
+        async def dial() -> Connection:
+            return await aiordma.connect("127.0.0.1", listener.port)
+
+        connecting = asyncio.create_task(dial())
+        with pytest.raises(UnsupportedError, match=r"pip install 'aiordma\[crc\]'"):
+            await (await listener.get_request()).accept(param=param)
+        with pytest.raises(RejectedError):
+            await connecting
+        connecting = asyncio.create_task(dial())
+        server = await (await listener.get_request()).accept()
+        await (await connecting).close()
+        await server.close()
+
+
 async def test_arguments() -> None:
     """Arguments that can't be right are named with their values, and harm nothing."""
     async with connected_pair() as pair:

@@ -29,7 +29,7 @@ from aiordma.drivers.soft.mpa import (
 )
 from aiordma.drivers.soft.rnic import MAX_READS, NAME, SoftContext, SoftQP
 from aiordma.enums import CMEventType, RejectReason
-from aiordma.errors import ProtocolError
+from aiordma.errors import ProtocolError, UnsupportedError
 from aiordma.types import ConnParam, SocketAddress
 
 #: Seconds for the Reply, and for the Request behind an accepted TCP connection: siw's own.
@@ -240,6 +240,8 @@ class SoftCMID:
 
     def _config(self) -> MPAConfig:
         param = self._param
+        if param.crc and not CRC32C_AVAILABLE:
+            raise UnsupportedError("ConnParam(crc=True) needs CRC32C, which isn't here: pip install 'aiordma[crc]'")
         depth = param.initiator_depth
         resources = param.responder_resources
         return MPAConfig(

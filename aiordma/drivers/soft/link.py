@@ -355,6 +355,8 @@ class Link:
         if self._loop.is_closed():
             return  # nobody can be told
         self._endpoint.ended(reason, orderly=orderly and not self._shut)
+        if self._shut and self._endpoint.draining:
+            self._endpoint.to_error()  # this side is closing: nobody will receive what is left
         self._loop.call_soon(self._on_progress)
         if not self._endpoint.draining:
             self._on_closed()

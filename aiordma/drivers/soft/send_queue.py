@@ -88,7 +88,8 @@ class ReadRun:
         self.start = end
         memory, base = self.memory, self.base
         first = sinks[0]
-        if sinks[-1] - first == (len(sinks) - 1) * size and tuple(sinks) == tuple(range(first, sinks[-1] + 1, size)):
+        adjacent = range(first, first + size * len(sinks), size)
+        if sinks == adjacent or (sinks[-1] == adjacent[-1] and tuple(sinks) == tuple(adjacent)):
             start = first - base
             memory[start : start + size * len(payloads)] = b"".join(payloads)
         else:

@@ -28,7 +28,7 @@ from aiordma.drivers.soft.ddp import (
     fault,
 )
 from aiordma.enums import Access, WCStatus
-from aiordma.types import SGE, Buffer
+from aiordma.types import SGE, Buffer, bounds
 
 _LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
 _REMOTE_WRITE: Final = int(Access.REMOTE_WRITE)
@@ -111,7 +111,8 @@ class StagTable:
         region = self.regions.get(stag)
         if region is None or region.pd is not pd or region.access & right != right:
             return None
-        if min(addrs) < region.addr or max(addrs) + length > region.addr + region.length:
+        low, high = bounds(addrs)
+        if low < region.addr or high + length > region.addr + region.length:
             return None
         return region
 
