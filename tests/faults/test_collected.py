@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import aiordma
-from aiordma import Access, BrokenError, ConnectError, FlushedError, Listener
+from aiordma import Access, BrokenError, ConnectError, ConnParam, FlushedError, Listener, QPState, RejectedError
 from aiordma.testing import connected_pair
 from tests.conftest import LOOPS
 from tests.faults.support import REMOTE, both, dial, opened, until
@@ -131,8 +131,9 @@ async def test_request() -> None:
         with _warned("<ConnectRequest from"):
             del request
         async with asyncio.timeout(20):
-            with pytest.raises(ConnectError):
+            with pytest.raises(RejectedError) as caught:
                 await connecting
+        assert caught.value.status == 28
     assert opened() == (0, 0)
 
 
@@ -161,10 +162,10 @@ async def test_local_region() -> None:
 
 
 def _make_and_close(kind: str, make: Callable[[], Any]) -> Any:
-    """Run a coroutine on a loop that is closed when it returns; give its result."""
+    """Run a coroutine on a loop that is closed when it returns; give its result, and what went to its handler."""
     loop = LOOPS[kind]()
-    errors: list[Any] = []
-    loop.set_exception_handler(lambda _, context: errors.append(context))
+    errors: list[str] = []
+    loop.set_exception_handler(lambda _, context: errors.append(context["message"]))
     try:
         result = loop.run_until_complete(make())
     finally:
@@ -189,6 +190,18 @@ async def _open_broken() -> list[Any]:
     client, server = await _open_connection()
     await server.close()
     return [client]
+
+
+async def _open_draining() -> list[Any]:
+    """A connection that ended, with more messages than there are receives."""
+    listener = await aiordma.listen("127.0.0.1", param=ConnParam(recv_depth=1))
+    client, server = await both(listener)
+    for _ in range(5):
+        await client.send(b"unreceived")
+    await client.close()
+    await listener.close()
+    await until(lambda: server.qp.state is QPState.ERR)
+    return [server]
 
 
 async def _open_listener() -> list[Any]:
@@ -223,6 +236,7 @@ _OPEN = {
     "connections": (_open_connection, 2),
     "with requests": (_open_with_requests, 2),
     "broken": (_open_broken, 1),
+    "draining": (_open_draining, 1),
     "listener": (_open_listener, 1),
     "request": (_open_request, 1),
     "unrequested": (_open_unrequested, 1),
@@ -261,6 +275,34 @@ def test_closed_by_hand_after_its_loop(kind: str) -> None:
     with _warned():
         pass
     assert not errors
+
+
+async def _open_with_tasks() -> list[Any]:
+    listener = await aiordma.listen("127.0.0.1")
+    client, server = await both(listener)
+    remote = server.alloc(8, access=Access.REMOTE_READ).remote()
+
+    async def wait() -> None:
+        await client.read(remote)
+
+    tasks = [asyncio.create_task(work) for work in (client.recv(), server.recv(), wait())]
+    await listener.close()
+    return [client, server, *tasks]
+
+
+@pytest.mark.parametrize("kind", list(LOOPS))
+def test_loop_closed_under_tasks(kind: str) -> None:
+    """abort() of connections whose loop was closed with tasks that wait for them frees everything, and wakes nobody."""
+    gc.collect()
+    before = _sockets()
+    opened, errors = _make_and_close(kind, _open_with_tasks)
+    opened[0].abort()
+    opened[1].abort()
+    assert _sockets() == before
+    with _warned():
+        opened.clear()
+    # asyncio's own complaint, for each of them.
+    assert set(errors) <= {"Task was destroyed but it is pending!"}
 
 
 @pytest.mark.parametrize("kind", list(LOOPS))
