@@ -12,7 +12,7 @@ from aiordma.errors import FlushedError
 from aiordma.types import SGE, RecvWR, RunWR, SendWR
 
 #: READs collected into one run: few enough that the peer starts on one while the next is made.
-RUN_LENGTH: Final = 32
+RUN_LENGTH: Final = 64
 
 
 class SendSlot(SendWR):

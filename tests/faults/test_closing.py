@@ -108,6 +108,17 @@ async def test_abort_leaves_no_socket() -> None:
         assert not await peer.ended()
 
 
+async def test_identifier_destroyed_alone() -> None:
+    """Destroying the identifier of a connection lets go of its socket, and flushes what is posted."""
+    async with against_raw() as (conn, peer):
+        reading = conn.read(REMOTE[:8])
+        conn._cm_id.destroy()
+        assert conn.qp.driver.link.closed  # type: ignore[attr-defined]
+        with pytest.raises(FlushedError):
+            await reading
+        assert not await peer.ended()
+
+
 async def test_close_times_out() -> None:
     """close() of a connection whose peer doesn't answer ends at its time-out, and leaves no socket."""
     async with against_raw() as (conn, peer):

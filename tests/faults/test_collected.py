@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import aiordma
-from aiordma import Access, BrokenError, ConnectError, ConnParam, FlushedError, Listener, QPState, RejectedError
+from aiordma import CMID, Access, BrokenError, ConnectError, ConnParam, FlushedError, Listener, QPState, RejectedError
+from aiordma.device import driver_of, loop_state
 from aiordma.testing import connected_pair
 from tests.conftest import LOOPS
 from tests.faults.support import REMOTE, both, dial, opened, until
@@ -302,6 +303,28 @@ def test_loop_closed_under_tasks(kind: str) -> None:
     with _warned():
         opened.clear()
     # asyncio's own complaint, for each of them.
+    assert set(errors) <= {"Task was destroyed but it is pending!"}
+
+
+@pytest.mark.parametrize("kind", list(LOOPS))
+def test_identifier_of_a_closed_loop(kind: str) -> None:
+    """Destroying an identifier whose loop was closed under a task that waits for it wakes nobody."""
+
+    async def wait() -> list[Any]:
+        cm_id = CMID(loop_state(), driver_of("soft"))
+        cm_id.bind_addr(("127.0.0.1", 0))
+        cm_id.listen(1)
+        waiting = asyncio.create_task(cm_id.get_request())
+        await asyncio.sleep(0)
+        return [cm_id, waiting]
+
+    gc.collect()
+    before = _sockets()
+    opened, errors = _make_and_close(kind, wait)
+    opened[0].destroy()
+    assert _sockets() == before
+    opened.clear()
+    gc.collect()
     assert set(errors) <= {"Task was destroyed but it is pending!"}
 
 

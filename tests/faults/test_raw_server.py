@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 import struct
 from collections.abc import Callable
 
@@ -169,6 +170,27 @@ async def test_revision_1_from_a_fixed_port() -> None:
             conn = await aiordma.connect("127.0.0.1", listener.port, local_addr=("127.0.0.1", port))
             (await serving).close()
             await conn.close()
+
+
+async def test_no_socket_for_revision_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the second try can't even begin, connect says why, and doesn't wait for ever."""
+    opened = 0
+    open_socket = cm.SoftCMID._open_socket
+
+    def second_fails(cm_id: cm.SoftCMID, family: socket.AddressFamily) -> socket.socket:
+        nonlocal opened
+        opened += 1
+        if opened == 2:
+            raise OSError(24, "Too many open files")
+        return open_socket(cm_id, family)
+
+    monkeypatch.setattr(cm.SoftCMID, "_open_socket", second_fails)
+    with RawListener() as listener:
+        connecting = asyncio.create_task(_refused(listener))
+        peer = await listener.accept()
+        await peer.frame()
+        peer.close()
+        assert "Too many open files" in str(await connecting)
 
 
 async def test_rejects() -> None:

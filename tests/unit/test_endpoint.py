@@ -9,7 +9,7 @@ import pytest
 from aiordma.drivers.soft import ddp
 from aiordma.drivers.soft.mpa import RTR
 from aiordma.enums import Access, AsyncEventType, Opcode, QPState, SendFlags, WCOpcode, WCStatus
-from aiordma.types import SGE
+from aiordma.types import SGE, SendWR
 from tests.unit.wire import (
     NO_RTR,
     End,
@@ -134,6 +134,7 @@ def test_rtr_send_counts_as_a_message() -> None:
     end.receive()
     end.feed(untagged(ddp.OP_SEND) + untagged(ddp.OP_SEND, msn=2))
     assert len(end.received()) == 1
+    assert end.endpoint.receive_queue.drained
     assert end.endpoint.state is QPState.RTS
 
 
@@ -161,7 +162,7 @@ def test_sequence_numbers_wrap() -> None:
     far.responder.atomic_msn = before
     sink = wire.client.memory(8)
     for _ in range(3):
-        wire.server.receive()
+        wire.server.receive(target.sge())
         wire.client.send(b"")
         wire.client.post(Opcode.ATOMIC_FETCH_AND_ADD, [sink.sge()], to=target, compare_add=1)
         wire.client.post(Opcode.RDMA_READ, [sink.sge()], to=target)
@@ -312,6 +313,14 @@ def test_fault_of_a_request_that_waited() -> None:
     assert [c[:2] for c in end.sent()] == [
         (first.wr_id, 0), (second.wr_id, WCStatus.LOC_PROT_ERR), (third.wr_id, FLUSHED),
     ]  # fmt: skip
+
+
+def test_a_list_with_a_bad_one() -> None:
+    """Of a list, what is before the bad one is executed, and what is behind it is flushed."""
+    end = started()
+    bad = [SGE(0, 1, 0xBAD)]
+    end.endpoint.post_send([SendWR(wr_id=1), SendWR(sg_list=bad, wr_id=2), SendWR(wr_id=3), SendWR(wr_id=4)])
+    assert [c[:2] for c in end.sent()] == [(1, 0), (2, WCStatus.LOC_PROT_ERR), (3, FLUSHED), (4, FLUSHED)]
 
 
 def test_what_completed_still_leaves() -> None:

@@ -206,6 +206,16 @@ def deliver(end: End, pieces: list[bytes]) -> None:
         carry = data[done:]
 
 
+def test_an_empty_first_segment() -> None:
+    """A message that began with nothing is in its receive all the same: the rest isn't another message."""
+    end = started()
+    inbox = end.memory(16)
+    first = end.receive(inbox.sge(0, 8))
+    end.receive(inbox.sge(8, 8))
+    end.feed(untagged(ddp.OP_SEND, control=ddp.UNTAGGED) + untagged(ddp.OP_SEND, b"rest"))
+    assert [(c[0], c[3]) for c in end.received()] == [(first.wr_id, 4)]
+
+
 def test_scattered() -> None:
     """A message fills the pieces of its receive in order; what is behind it stays."""
     end = started()

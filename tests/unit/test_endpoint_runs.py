@@ -12,7 +12,7 @@ from aiordma.drivers.soft import ddp, runs
 from aiordma.drivers.soft.send_queue import COPY_LIMIT
 from aiordma.enums import Access, Opcode, QPState, SendFlags, WCStatus
 from aiordma.types import SGE, RunWR
-from tests.unit.wire import End, Memory, Pipe, Wire, agreed, fpdus, outstanding, read_request, tagged
+from tests.unit.wire import End, Memory, Pipe, Terminated, Wire, agreed, fpdus, outstanding, read_request, tagged
 
 COUNT = 8
 SIZE = 12
@@ -117,6 +117,53 @@ def test_as_one_by_one(
     assert cut == plain
 
 
+def _requests(memory: Memory, count: int, *, first: int = 1) -> bytes:
+    """Make Read Requests that are alike, numbered from `first` on."""
+    numbers = [first + index & ddp.MASK32 for index in range(count)]
+    return b"".join(read_request(memory.key, memory.addr, 8, msn=msn) for msn in numbers)
+
+
+def _asked(*, ird: int = 64, msn: int = 1) -> End:
+    """Make an endpoint that is asked by runs."""
+    end = End()
+    end.endpoint.start(agreed(ird=ird), initiator=True, mulpdu=1000, joined=True)
+    end.endpoint.responder.request_msn = msn
+    return end
+
+
+@pytest.mark.parametrize("before", range(10))
+def test_numbers_wrap_within_a_run(before: int) -> None:
+    """A run whose sequence numbers wrap, or end right before, is answered, and so is what follows."""
+    first = ddp.MASK32 - before
+    end = _asked(msn=first)
+    end.feed(_requests(end.memory(8), 6, first=first))
+    end.feed(_requests(end.memory(8), 6, first=first + 6 & ddp.MASK32))
+    assert len(end.output()) == 12
+    assert end.endpoint.state is QPState.RTS
+
+
+@pytest.mark.parametrize("ird", [8, 11])
+def test_runs_keep_ird(ird: int) -> None:
+    """Each request of a run counts as one: what is beyond IRD is refused."""
+    end = _asked(ird=ird)
+    end.feed(_requests(end.memory(8), 8))
+    end.feed(_requests(end.memory(8), ird - 7, first=9))
+    assert end.terminated() == Terminated(1, 2, 2)
+
+
+@pytest.mark.parametrize("fault", ["right", "domain", "closed"])
+def test_a_run_without_a_right(fault: str) -> None:
+    """A run that reads what it may not is refused as a single READ is."""
+    end = _asked()
+    access = Access.REMOTE_WRITE if fault == "right" else Access.REMOTE_READ
+    memory = end.memory(8, access, pd=object() if fault == "domain" else None)
+    if fault == "closed":
+        memory.region.close()
+    end.feed(_requests(memory, 8))
+    code = {"right": 2, "domain": 3, "closed": 0}[fault]
+    assert end.terminated() == Terminated(0, 1, code)
+
+
 def test_the_fast_path_is_taken() -> None:
     """Requests that are alike leave in one buffer and are answered in one."""
     wire = Wire(joined=True, reads=64)
@@ -187,6 +234,17 @@ def test_bad_local_memory(index: int) -> None:
     statuses[index] = WCStatus.LOC_PROT_ERR
     assert [c[:2] for c in end.sent()] == list(zip(range(2, 14, 2), statuses, strict=True))
     assert end.endpoint.state is QPState.ERR
+
+
+def test_sink_without_local_write() -> None:
+    """A run into memory without LOCAL_WRITE fails with its first request."""
+    end = End()
+    end.endpoint.start(agreed(ord=64), initiator=True, mulpdu=1000, joined=True)
+    memory = end.memory(64, Access.REMOTE_WRITE)
+    offsets = range(0, 64, 8)
+    end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
+    assert [c[1] for c in end.sent()] == [WCStatus.LOC_PROT_ERR] + [WCStatus.WR_FLUSH_ERR] * 7
+    assert not end.output()
 
 
 @pytest.mark.parametrize("answered", range(COUNT))

@@ -135,6 +135,10 @@ CASES: dict[str, tuple[Callable[[Target], bytes], tuple[int, int, int]]] = {
     "opcode 15, tagged": (lambda t: tagged(15, t.all.key, 0x1000), (0, 2, 6)),
     "shorter than any tagged header": (lambda t: fpdu(b"\xc1\x40" + bytes(11)), (1, 1, 1)),
     "shorter than any untagged header": (lambda t: fpdu(b"\x41\x43" + bytes(11)), (1, 2, 4)),
+    "a byte shorter than a send's header": (
+        lambda t: fpdu(b"\x41\x43" + bytes(8) + b"\0\0\0\1" + bytes(3)),
+        (1, 2, 4),
+    ),
     "shorter than an untagged header": (lambda t: fpdu(b"\x41\x43" + bytes(14)), (1, 2, 4)),
 }  # fmt: skip
 
@@ -296,6 +300,14 @@ RESPONSES: dict[str, tuple[Callable[[Reader], bytes], tuple[int, int, int]]] = {
     ),
     "second segment with another key": (
         lambda r: r.response(bytes(4), last=False) + r.response(bytes(4), key=1, to=0x1004), (1, 1, 0),
+    ),
+    "the whole again behind a first segment": (
+        lambda r: r.response(bytes(4), last=False) + r.response(bytes(8)),
+        (1, 1, 1),
+    ),
+    "a READ's, numbered as the atomic": (
+        lambda r: r.response(bytes(8)) + r.response(bytes(8), key=2, to=0),
+        (0, 2, 6),
     ),
     "an atomic's": (lambda r: r.atomic(2), (0, 2, 6)),
     "a READ's for the atomic": (lambda r: r.response(bytes(8)) + r.response(bytes(8)), (0, 2, 6)),

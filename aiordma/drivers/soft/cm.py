@@ -86,8 +86,7 @@ class SoftCMID:
             if not self._destroyed:
                 self._channel.on_event(event)
 
-        if not self._loop.is_closed():
-            self._loop.call_soon(report)
+        self._loop.call_soon(report)
 
     def _start_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         self._stop_timer()
@@ -314,7 +313,10 @@ class SoftCMID:
                 self._close_socket()
                 self._revision = 1
                 assert self._qp is not None
-                self.connect(self._qp, self._param, self._private_data)
+                try:
+                    self.connect(self._qp, self._param, self._private_data)
+                except OSError as again:
+                    self._failed(again.errno or errno.EIO)
             else:
                 self._failed(error.errno or errno.ECONNRESET)
         else:

@@ -201,6 +201,14 @@ def fault(where: Layer, code: int) -> ProtocolError:
     return ProtocolError(describe(*where, code), layer=where.layer, etype=where.etype, code=code)
 
 
+class RequestError(ProtocolError):
+    """A fault of one of the READs that came in one message; `offender` is the Read Request that it would have been."""
+
+    def __init__(self, error: ProtocolError, offender: bytes) -> None:
+        super().__init__(str(error.args[0]), layer=error.layer, etype=error.etype, code=error.code)
+        self.offender = offender
+
+
 def check_control(control: int) -> None:
     """Check versions and opcode against the tagged flag.
 

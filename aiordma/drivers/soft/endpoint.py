@@ -94,6 +94,7 @@ class Endpoint:
         self.terminating = False
         self.draining = False
         self._crc = False
+        self._joined = False
         self._first = True
         self._response_got = 0
         self._written = 0
@@ -113,7 +114,8 @@ class Endpoint:
             joined: FPDUs leave as they are made, several in one buffer: no CRC, no markers, no record boundaries.
         """
         self._crc = agreed.crc
-        self.responder.start(agreed.ird, mulpdu, joined=joined)
+        self.responder.start(agreed.ird, mulpdu)
+        self._joined = joined
         self.state = QPState.RTS
         queue = self.send_queue
         queue.start(agreed.ord, mulpdu, joined=joined)
@@ -190,9 +192,9 @@ class Endpoint:
                 if self._crc:
                     check_crc(buf[pos:after], after - pos - 4)
                 if control == _RESPONSE_LAST:
-                    after = self._response(buf, pos, end, after, stag, to)
+                    self._response(buf, pos, length, stag, to)
                 elif control == _READ:
-                    after = self.responder.read_request(buf, pos, end, length)
+                    self.responder.read_request(buf, pos, length)
                 elif control == _WRITE_LAST and length > 14:
                     size = length - 14
                     self._stags.write_target(self._pd, stag, to, size)[:] = buf[pos + 16 : pos + 16 + size]
@@ -204,6 +206,9 @@ class Endpoint:
                     self._first_fpdu()
             if pos < end < pos + _SMALLEST and self.state is _RTS:
                 self._check_start(buf, pos, end)
+        except ddp.RequestError as error:
+            self._terminate(error, error.offender)
+            return end
         except ProtocolError as error:
             self._terminate(error, bytes(buf[pos : min(end, pos + 48)]))
             return end
@@ -304,8 +309,8 @@ class Endpoint:
         if self._crc or here >= length + 2:
             return 0
         if control & 0x8000:
-            if length < COPY_LIMIT:
-                return 0  # so little isn't worth it, and may belong to a run
+            if length < COPY_LIMIT or opcode == runs.OP_RESPONSE:
+                return 0  # so little isn't worth it, and a run's is scattered
             size = length - ddp.TAGGED_ULPDU
             _, _, stag, to = _TAGGED(buf, pos)
             views = list(self._tagged(control, stag, to, size))
@@ -333,9 +338,9 @@ class Endpoint:
 
     # -- tagged: Write and Read Response ----------------------------------------------------------------------------
 
-    def _response(self, buf: memoryview, pos: int, end: int, after: int, stag: int, to: int) -> int:
-        """Place the last segment of a response, or the responses of a run; gives the position after what was taken."""
-        size = (buf[pos] << 8 | buf[pos + 1]) - ddp.TAGGED_ULPDU
+    def _response(self, buf: memoryview, pos: int, length: int, stag: int, to: int) -> None:
+        """Place the last segment of a Read Response."""
+        size = length - ddp.TAGGED_ULPDU
         queue = self.send_queue
         if queue.outstanding:
             oldest = queue.outstanding[0]
@@ -348,23 +353,21 @@ class Endpoint:
                     if size:
                         views[0][:] = buf[pos + 16 : pos + 16 + size]
                     queue.responded()
-                    return after
-            elif count := self._response_run(oldest, buf, pos, end):
-                return pos + count
+                    return
         self._tagged_whole(buf, pos, _RESPONSE_LAST, stag, to, size)
-        return after
 
-    def _response_run(self, run: ReadRun, buf: memoryview, pos: int, end: int) -> int:
-        """Place responses of a run, as many as are whole; gives the number of bytes they have."""
-        wr = run.wr
-        step = runs.response_size(wr.size)
-        sinks = wr.local_addrs[run.start : run.start + min((end - pos) // step, runs.LONGEST)]
-        payloads = runs.decode_responses(buf, pos, wr.lkey, sinks, wr.size) if sinks else ()
-        if payloads:
-            run.place(payloads)
-            self.send_queue.responded_run(run, len(payloads))
-        # Else it isn't what is expected, and will be judged as the response to a single READ.
-        return step * len(payloads)
+    def _run_response(self, buf: memoryview, pos: int, length: int) -> None:
+        """Place the answer to READs of the oldest run."""
+        _, _, _, msn = _TAGGED(buf, pos)
+        outstanding = self.send_queue.outstanding
+        run = outstanding[0] if outstanding else None
+        if not isinstance(run, ReadRun):
+            raise fault(RDMAP_OPERATION, 6)
+        count, rest = divmod(length - ddp.TAGGED_ULPDU, run.wr.size)
+        if rest or not 0 < count <= run.wr.count - run.start or msn != run.msn + run.start:
+            raise fault(ddp.DDP_TAGGED, ddp.BOUNDS)
+        run.place(buf[pos + 16 : pos + 2 + length], count)
+        self.send_queue.responded_run(run, count)
 
     def _tagged_whole(self, buf: memoryview, pos: int, control: int, stag: int, to: int, size: int) -> None:
         """Process a tagged FPDU that is all here."""
@@ -390,12 +393,10 @@ class Endpoint:
             # Only DDP's reserved bits are left to differ; they are ignored on receipt.
             return self._tagged(control & 0xC3CF, stag, to, size)
         outstanding = self.send_queue.outstanding
-        if outstanding and isinstance(outstanding[0], ReadRun):
-            self.send_queue.unroll()
-            outstanding = self.send_queue.outstanding
-        if not outstanding or outstanding[0][5]:  # type: ignore[index]
+        oldest = outstanding[0] if outstanding else None
+        if not isinstance(oldest, tuple) or oldest[5]:
             raise fault(RDMAP_OPERATION, 6)
-        _, views, read_stag, read_to, total, _ = outstanding[0]  # type: ignore[misc]
+        _, views, read_stag, read_to, total, _ = oldest
         got = self._response_got
         if size or got:
             if stag != read_stag:
@@ -424,6 +425,12 @@ class Endpoint:
 
     def _other(self, buf: memoryview, pos: int, length: int, control: int) -> None:
         """Process a whole FPDU that isn't one of the most frequent ones, or isn't what it should be."""
+        if self._joined and control == runs.RESPONSE:
+            self._run_response(buf, pos, length)
+            return
+        if self._joined and control == runs.REQUEST:
+            self.responder.run_request(buf, pos, length)
+            return
         ddp.check_control(control)
         opcode = control & 0xF
         if control & 0x8000:
@@ -451,7 +458,7 @@ class Endpoint:
         else:  # a Read Request without the last flag, or with reserved bits set
             if not control & ddp.LAST:
                 raise fault(DDP_UNTAGGED, 4)
-            self.responder.read_request(buf, pos, pos, length)
+            self.responder.read_request(buf, pos, length)
 
     def _atomic_response(self, buf: memoryview, pos: int, length: int, control: int) -> None:
         if length != ddp.ATOMIC_RESPONSE_ULPDU or not control & ddp.LAST:

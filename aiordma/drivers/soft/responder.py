@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from aiordma.drivers.soft import ddp, runs
@@ -12,13 +12,12 @@ from aiordma.drivers.soft.outbox import Outbox
 from aiordma.drivers.soft.send_queue import COPY_LIMIT
 from aiordma.drivers.soft.stag import Region, StagTable
 from aiordma.enums import Access
+from aiordma.errors import ProtocolError
 
 _READ_REQUEST: Final = ddp.READ_REQUEST.unpack_from
 _PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
 _RESPONSE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_READ_RESPONSE
 _REMOTE_READ: Final = int(Access.REMOTE_READ)
-#: Bytes behind a Read Request that make it worth looking for a run.
-_RUN_SIZE: Final = (runs.SHORTEST - 1) * runs.REQUEST_SIZE
 
 
 class Responder:
@@ -33,7 +32,6 @@ class Responder:
         self._stags = stags
         self._pd = pd
         self._outbox = outbox
-        self._joined = False
         self._payload_limit = 0
         self._small_limit = 0
         self._resources = 0
@@ -42,21 +40,15 @@ class Responder:
         self.request_msn = 1
         self.atomic_msn = 0
 
-    def start(self, resources: int, mulpdu: int, *, joined: bool) -> None:
-        """Take the negotiated IRD, the largest ULPDU towards this peer, and whether FPDUs may leave joined."""
+    def start(self, resources: int, mulpdu: int) -> None:
+        """Take the negotiated IRD, and the largest ULPDU towards this peer."""
         self._resources = resources
-        self._joined = joined
         # Multiples of 4 need no pad.
         self._payload_limit = mulpdu - ddp.TAGGED_ULPDU & ~3
         self._small_limit = min(COPY_LIMIT, self._payload_limit)
 
-    def read_request(self, buf: memoryview, pos: int, end: int, length: int) -> int:
-        """Answer a Read Request, and those alike behind it; gives the position after them.
-
-        From registered memory, without a copy where it is large.
-        """
-        if self._joined and end - pos > _RUN_SIZE and (count := self._read_run(buf, pos, end)):
-            return pos + count * runs.REQUEST_SIZE
+    def read_request(self, buf: memoryview, pos: int, length: int) -> None:
+        """Answer a Read Request from registered memory, without a copy where it is large."""
         if length != ddp.READ_REQUEST_ULPDU:
             raise fault(DDP_UNTAGGED, 5 if length > ddp.READ_REQUEST_ULPDU else 4)
         _, _, _, qn, msn, mo, sink_stag, sink_to, size, stag, to = _READ_REQUEST(buf, pos)
@@ -78,31 +70,41 @@ class Responder:
         else:  # the source of an empty READ must not be checked
             outbox.put(_PACK_TAGGED(14, _RESPONSE_LAST, sink_stag, sink_to) + TRAILERS[2])
         self._responses.append(outbox.queued)
-        return pos + runs.REQUEST_SIZE
 
-    def _read_run(self, buf: memoryview, pos: int, end: int) -> int:
-        """Answer many Read Requests at once, if they are alike; gives their number, or 0."""
-        step = runs.REQUEST_SIZE
-        # Size and source STag: without a look at the next one, requests that aren't alike would be taken apart in vain.
-        if buf[pos + 32 : pos + 40] != buf[pos + step + 32 : pos + step + 40]:
-            return 0
-        msn = self.request_msn
-        found = runs.Requests(buf, pos, min((end - pos) // step, runs.LONGEST), msn)
-        count = found.count
-        if count < runs.SHORTEST or not 0 < found.size <= self._small_limit or msn + count > ddp.MASK32:
-            return 0
-        if len(self._responses) + count > self._resources:
-            self._drop_sent_responses()
-            if len(self._responses) + count > self._resources:
-                return 0
-        region = self._stags.find(self._pd, found.stag, found.sources, found.size, _REMOTE_READ)
+    def run_request(self, buf: memoryview, pos: int, length: int) -> None:
+        """Answer a run of READs in one message, as far as none of them is refused."""
+        qn, msn, mo, size, stag, asked = runs.decode_request(buf, pos, length)
+        count = len(asked)
+        sources: Sequence[int] = asked
+        self._check_request(qn, msn, mo, count)
+        if not size or size * count > runs.LARGEST or msn + count > ddp.MASK32:
+            raise fault(DDP_UNTAGGED, 5)
+        region = self._stags.find(self._pd, stag, sources, size, _REMOTE_READ)
+        refused = None
         if region is None:
-            return 0
-        outbox = self._outbox
-        outbox.put(found.answer(region.whole, region.addr))
-        self.request_msn = msn + count
-        self._responses.extend((outbox.queued,) * count)
-        return count
+            region, sources, refused = self._allowed(msn, size, stag, sources)
+        if region is not None and sources:
+            self._outbox.put(runs.encode_response(msn, size, sources, region.whole, region.addr))
+            self.request_msn = msn + len(sources)
+            self._responses.extend((self._outbox.queued,) * len(sources))
+        if refused is not None:
+            raise refused
+
+    def _allowed(
+        self, msn: int, size: int, stag: int, sources: Sequence[int]
+    ) -> tuple[Region | None, Sequence[int], ddp.RequestError | None]:
+        """Give the READs before the first that is refused, with their region, and why that one is."""
+        region = None
+        for index, source in enumerate(sources):
+            try:
+                region, _ = self._stags.read_source(self._pd, stag, source, size)
+            except ProtocolError as error:
+                offender = ddp.READ_REQUEST.pack(
+                    ddp.READ_REQUEST_ULPDU, ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST, 0,
+                    ddp.QN_REQUEST, msn + index, 0, 0, 0, size, stag, source,
+                )  # fmt: skip
+                return region, sources[:index], ddp.RequestError(error, offender)
+        return region, sources, None
 
     def atomic_request(self, buf: memoryview, pos: int, length: int, control: int) -> None:
         """Execute an Atomic Request (RFC 7306 section 5)."""
@@ -123,7 +125,7 @@ class Responder:
         )  # fmt: skip
         self._responses.append(self._outbox.queued)
 
-    def _check_request(self, qn: int, msn: int, mo: int) -> None:
+    def _check_request(self, qn: int, msn: int, mo: int, count: int = 1) -> None:
         """Check queue, sequence and count of a Read or Atomic Request."""
         if qn != ddp.QN_REQUEST:
             raise fault(DDP_UNTAGGED, 1)
@@ -131,9 +133,9 @@ class Responder:
             raise fault(DDP_UNTAGGED, 3)
         if mo:
             raise fault(DDP_UNTAGGED, 4)
-        if len(self._responses) >= self._resources:
+        if len(self._responses) + count > self._resources:
             self._drop_sent_responses()
-            if len(self._responses) >= self._resources:
+            if len(self._responses) + count > self._resources:
                 raise fault(DDP_UNTAGGED, 2)
 
     def _drop_sent_responses(self) -> None:

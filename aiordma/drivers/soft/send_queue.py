@@ -70,32 +70,22 @@ _Execute: TypeAlias = Callable[[SendWR], bool]
 
 
 class ReadRun:
-    """The outstanding READs of a run: those from `start` on."""
+    """The outstanding READs of a run: those from `start` on; `msn` is the sequence number of the first of all."""
 
-    __slots__ = ("base", "memory", "start", "wr")
+    __slots__ = ("base", "memory", "msn", "start", "wr")
 
-    def __init__(self, wr: RunWR, region: Region) -> None:
+    def __init__(self, wr: RunWR, region: Region, msn: int) -> None:
         self.wr = wr
         self.memory = region.whole
         self.base = region.addr
+        self.msn = msn
         self.start = 0
 
-    def place(self, payloads: Sequence[bytes]) -> None:
-        """Put the next payloads where they belong."""
-        size = self.wr.size
-        end = self.start + len(payloads)
-        sinks = self.wr.local_addrs[self.start : end]
+    def place(self, data: memoryview, count: int) -> None:
+        """Put the payload of the next `count` READs where it belongs."""
+        end = self.start + count
+        runs.scatter(data, self.memory, self.base, self.wr.local_addrs[self.start : end], self.wr.size)
         self.start = end
-        memory, base = self.memory, self.base
-        first = sinks[0]
-        adjacent = range(first, first + size * len(sinks), size)
-        if sinks == adjacent or (sinks[-1] == adjacent[-1] and tuple(sinks) == tuple(adjacent)):
-            start = first - base
-            memory[start : start + size * len(payloads)] = b"".join(payloads)
-        else:
-            for sink, payload in zip(sinks, payloads, strict=True):
-                start = sink - base
-                memory[start : start + size] = payload
 
 
 class SendQueue:
@@ -340,10 +330,13 @@ class SendQueue:
         if run.count > free:
             return False
         self._posted.append(run)
-        self.outstanding.append(ReadRun(run, region))
+        self.outstanding.append(ReadRun(run, region, first))
         self._more += run.count - 1
         self._request_msn += run.count
-        self._put(runs.encode_requests(first, run.lkey, run.local_addrs, run.size, run.rkey, run.remote_addrs))
+        step = max(1, runs.LARGEST // run.size)
+        for start in range(0, run.count, step):
+            sources = run.remote_addrs[start : start + step]
+            self._put(runs.encode_request(first + start, run.size, run.rkey, sources))
         return True
 
     def _atomic(self, wr: SendWR) -> bool:
