@@ -1,8 +1,8 @@
-"""Runs: many alike READs handled at once do what they do one by one."""
+"""Runs: many alike READs between aiordma devices do in one message what they do one by one."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -16,45 +16,29 @@ from tests.unit.wire import End, Memory, Pipe, Terminated, Wire, agreed, fpdus, 
 
 COUNT = 8
 SIZE = 12
+FLUSHED = WCStatus.WR_FLUSH_ERR
+REQUEST = ddp.OP_READ_REQUEST
+RESPONSE = ddp.OP_READ_RESPONSE
 
 
-class Victim:
-    """An endpoint with a run of READs outstanding, and memory to be read by one."""
-
-    def __init__(self, *, joined: bool, ird: int = 64, mulpdu: int = 1000) -> None:
-        self.end = End()
-        self.sink = self.end.memory(COUNT * SIZE, Access.LOCAL_WRITE, addr=0x1000)
-        self.source = self.end.memory(bytes(range(200)), Access.REMOTE_READ, addr=0x2000)
-        self.end.endpoint.start(agreed(ird=ird, ord=64), initiator=True, mulpdu=mulpdu, joined=joined)
-        offsets = range(0, COUNT * SIZE, SIZE)
-        self.run = self.end.post_run(Opcode.RDMA_READ, self.sink, offsets, self.source, offsets, SIZE)
-        self.behind = self.end.post(Opcode.RDMA_READ)
-        self.end.output()
-
-    def stream(self) -> list[bytes]:
-        """Give Read Requests that are a run, then the responses to ours, all right."""
-        requests = [read_request(self.source.key, 0x2000 + 9 * n, SIZE, msn=n) for n in range(1, COUNT + 1)]
-        responses = [
-            tagged(ddp.OP_READ_RESPONSE, self.sink.key, 0x1000 + SIZE * n, bytes((n,)) * SIZE) for n in range(COUNT)
-        ]
-        return [*requests, *responses, tagged(ddp.OP_READ_RESPONSE, 0, 0)]
-
-    def outcome(self) -> dict[str, Any]:
-        """Give everything that happened."""
-        end = self.end
-        return {
-            "output": end.output(),
-            "state": end.endpoint.state,
-            "refused": end.endpoint.refused,
-            "sent": end.sent(),
-            "sink": self.sink.content,
-            "source": self.source.content,
-            "outstanding": outstanding(end),
-            "reports": end.reports,
-        }
+def started(*, joined: bool = True, reads: int = 64) -> End:
+    """Make an endpoint towards another aiordma device, or towards any."""
+    end = End()
+    end.endpoint.start(agreed(ird=reads, ord=reads), initiator=True, mulpdu=65_518, joined=joined)
+    return end
 
 
-def feed(end: End, data: bytes, sizes: list[int]) -> None:
+def asks(memory: Memory, sources: list[int], size: int, *, msn: int = 1) -> bytes:
+    """Make a Run Request for pieces at these offsets."""
+    return runs.encode_request(msn, size, memory.key, [memory.addr + source for source in sources])
+
+
+def answers(msn: int, data: bytes) -> bytes:
+    """Make a Run Response."""
+    return tagged(runs.OP_RESPONSE, 0, msn, data)
+
+
+def feed(end: End, data: bytes, sizes: list[int]) -> Pipe:
     """Receive bytes in pieces."""
     pipe = Pipe(end.endpoint, end.endpoint)
     pipe.stream += data
@@ -62,175 +46,85 @@ def feed(end: End, data: bytes, sizes: list[int]) -> None:
     while pipe.stream:
         pipe.deliver(sizes[steps % len(sizes)])
         steps += 1
+    return pipe
 
 
-SPLITS = st.lists(st.one_of(st.integers(1, 100), st.integers(1, 1000)), min_size=1, max_size=5)
-FIELDS = [
-    (0, 2),
-    (2, 1),
-    (3, 1),
-    (4, 4),
-    (8, 8),
-    (8, 4),
-    (12, 4),
-    (16, 4),
-    (20, 4),
-    (24, 8),
-    (32, 4),
-    (36, 4),
-    (40, 8),
-]
+# -- asking ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    index=st.integers(0, 2 * COUNT),
-    field=st.sampled_from(FIELDS),
-    value=st.one_of(st.sampled_from(["0", "max", "+1", "-1", "+9", "-9"]), st.integers(0, 1 << 64)),
-    split=SPLITS,
-    ird=st.one_of(st.just(64), st.integers(0, COUNT)),
-    mulpdu=st.sampled_from([128, 1000]),
-)
-@example(index=0, field=(0, 2), value="0", split=[1], ird=64, mulpdu=1000)
-def test_as_one_by_one(
-    index: int, field: tuple[int, int], value: str | int, split: list[int], ird: int, mulpdu: int
-) -> None:
-    """Whatever one header field is changed to, a run ends as its requests and responses one by one."""
-    outcomes = []
-    for joined, sizes in ((False, [1 << 20]), (True, [1 << 20]), (True, split)):
-        victim = Victim(joined=joined, ird=ird, mulpdu=mulpdu)
-        stream = victim.stream()
-        changed = bytearray(stream[index])
-        start, size = field
-        old = int.from_bytes(changed[start : start + size], "big")
-        new = {"0": 0, "max": -1, "+1": old + 1, "-1": old - 1, "+9": old + 9, "-9": old - 9}.get(str(value), value)
-        assert isinstance(new, int)
-        if start + size <= len(changed) - 4:
-            changed[start : start + size] = (new & (1 << 8 * size) - 1).to_bytes(size, "big")
-        stream[index] = bytes(changed)
-        feed(victim.end, b"".join(stream), sizes)
-        outcomes.append(victim.outcome())
-    plain, whole, cut = outcomes
-    assert whole == plain
-    cut["output"] = [record for record in cut["output"] if record[3] & 0xF != ddp.OP_TERMINATE]
-    plain["output"] = [record for record in plain["output"] if record[3] & 0xF != ddp.OP_TERMINATE]
-    assert cut == plain
-
-
-def _requests(memory: Memory, count: int, *, first: int = 1) -> bytes:
-    """Make Read Requests that are alike, numbered from `first` on."""
-    numbers = [first + index & ddp.MASK32 for index in range(count)]
-    return b"".join(read_request(memory.key, memory.addr, 8, msn=msn) for msn in numbers)
-
-
-def _asked(*, ird: int = 64, msn: int = 1) -> End:
-    """Make an endpoint that is asked by runs."""
-    end = End()
-    end.endpoint.start(agreed(ird=ird), initiator=True, mulpdu=1000, joined=True)
-    end.endpoint.responder.request_msn = msn
-    return end
-
-
-@pytest.mark.parametrize("before", range(10))
-def test_numbers_wrap_within_a_run(before: int) -> None:
-    """A run whose sequence numbers wrap, or end right before, is answered, and so is what follows."""
-    first = ddp.MASK32 - before
-    end = _asked(msn=first)
-    end.feed(_requests(end.memory(8), 6, first=first))
-    end.feed(_requests(end.memory(8), 6, first=first + 6 & ddp.MASK32))
-    assert len(end.output()) == 12
-    assert end.endpoint.state is QPState.RTS
-
-
-@pytest.mark.parametrize("ird", [8, 11])
-def test_runs_keep_ird(ird: int) -> None:
-    """Each request of a run counts as one: what is beyond IRD is refused."""
-    end = _asked(ird=ird)
-    end.feed(_requests(end.memory(8), 8))
-    end.feed(_requests(end.memory(8), ird - 7, first=9))
-    assert end.terminated() == Terminated(1, 2, 2)
-
-
-@pytest.mark.parametrize("fault", ["right", "domain", "closed"])
-def test_a_run_without_a_right(fault: str) -> None:
-    """A run that reads what it may not is refused as a single READ is."""
-    end = _asked()
-    access = Access.REMOTE_WRITE if fault == "right" else Access.REMOTE_READ
-    memory = end.memory(8, access, pd=object() if fault == "domain" else None)
-    if fault == "closed":
-        memory.region.close()
-    end.feed(_requests(memory, 8))
-    code = {"right": 2, "domain": 3, "closed": 0}[fault]
-    assert end.terminated() == Terminated(0, 1, code)
-
-
-def test_the_fast_path_is_taken() -> None:
-    """Requests that are alike leave in one buffer and are answered in one."""
-    wire = Wire(joined=True, reads=64)
+def test_one_message() -> None:
+    """Alike READs leave as one message, are answered by one, and complete as one; each lands in its place."""
+    wire = Wire(joined=True, mulpdu=65_518, reads=64)
     source = wire.server.memory(bytes(range(256)))
     sink = wire.client.memory(256, Access.LOCAL_WRITE)
     wire.pump()
-    offsets = range(0, 256, 8)
-    wire.client.post_run(Opcode.RDMA_READ, sink, offsets, source, offsets, 8)
-    assert len(wire.client.endpoint.outbox.small) == 1
+    run = wire.client.post_run(
+        Opcode.RDMA_READ, sink, range(0, 256, 8), source, range(248, -8, -8), 8, flags=SendFlags.SIGNALED
+    )
     wire.to_server.send(1 << 20)
+    assert len(fpdus(bytes(wire.to_server.stream))) == 1
     wire.to_server.deliver(1 << 20)
-    assert len(wire.server.endpoint.outbox.small) == 1
+    wire.to_client.send(1 << 20)
+    assert len(fpdus(bytes(wire.to_client.stream))) == 1
     wire.pump()
-    assert sink.content == bytes(range(256))
-    assert len(wire.client.sent()) == 1
+    expected = [bytes(range(256))[at : at + 8] for at in range(248, -8, -8)]
+    assert sink.content == b"".join(expected)
+    assert [c[:3] for c in wire.client.sent()] == [(run.wr_id, 0, 2)]
 
 
-def requests_of(end: End, run: RunWR) -> list[bytes]:
-    """Post a run; gives its FPDUs."""
-    end.endpoint.post_run(run)
-    return end.output()
+def test_request_bytes() -> None:
+    """A Run Request is message 12 of queue 1: size, source STag, source offsets."""
+    assert runs.encode_request(7, 16, 0xABCD, [1, 2]) == bytes.fromhex(
+        "002a 414c 00000000 00000001 00000007 00000000 00000010 0000abcd 0000000000000001 000000000000000200000000"
+    )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     size=st.one_of(st.integers(0, 40), st.sampled_from([COPY_LIMIT, COPY_LIMIT + 1])),
-    sinks=st.lists(st.integers(0, 1000), min_size=1, max_size=70),
-    before=st.one_of(st.just(0), st.integers(ddp.MASK32 - 80, ddp.MASK32)),
+    sinks=st.lists(st.integers(0, 1000), min_size=1, max_size=100),
+    before=st.one_of(st.just(0), st.integers(ddp.MASK32 - 110, ddp.MASK32)),
     opcode=st.sampled_from([Opcode.RDMA_READ, Opcode.RDMA_WRITE]),
 )
 @example(size=8, sinks=list(range(8)), before=ddp.MASK32 - 3, opcode=Opcode.RDMA_READ)
 @example(size=8, sinks=list(range(8)), before=ddp.MASK32 - 8, opcode=Opcode.RDMA_READ)
-def test_same_bytes(size: int, sinks: list[int], before: int, opcode: Opcode) -> None:
-    """A run is the same FPDUs on the wire as its requests, whatever its size, count and sequence numbers."""
-    made = []
+def test_asks_for_the_same(size: int, sinks: list[int], before: int, opcode: Opcode) -> None:
+    """A run asks for the same pieces, numbered the same, as its requests one by one."""
+    asked = []
     for joined in (True, False):
-        end = End()
+        end = started(joined=joined)
         memory = end.memory(1000 + 2 * COPY_LIMIT)
-        end.endpoint.start(agreed(ord=64), initiator=True, mulpdu=65_518, joined=joined)
         end.endpoint.send_queue._request_msn = before
         run = RunWR(opcode, size, memory.key, 7, [memory.addr + s for s in sinks], [5 * s for s in sinks])
         run.wr_id = 2 * len(sinks)
-        if joined:
-            end.endpoint.post_run(run)
-        else:
-            end.endpoint.post_send(run.expand())
-        made.append((end.output(), end.sent(), outstanding(end)))
-    assert made[0] == made[1]
+        end.endpoint.post_run(run)
+        asked.append(([one for fpdu in end.output() for one in single(fpdu)], end.sent(), outstanding(end)))
+    assert asked[0] == asked[1]
 
 
-def bad(memory: Memory, index: int) -> list[int]:
-    """Give addresses of which one isn't in the memory."""
-    addresses = [memory.addr + 8 * n for n in range(6)]
-    addresses[index] = memory.addr + memory.length - 7
-    return addresses
+def single(fpdu: bytes) -> list[tuple[int, ...] | bytes]:
+    """Give number, size, key and source of each READ that an FPDU asks for; another FPDU as it is."""
+    opcode = fpdu[3] & 0xF
+    if opcode == REQUEST:
+        fields = ddp.READ_REQUEST.unpack_from(fpdu)
+        return [(fields[4], *fields[8:])]
+    if opcode != runs.OP_REQUEST:
+        return [fpdu]
+    request = runs.decode_request(memoryview(fpdu), 0, int.from_bytes(fpdu[:2], "big"))
+    return [(request.msn + index, request.size, request.stag, source) for index, source in enumerate(request.sources)]
 
 
 @pytest.mark.parametrize("index", range(6))
 def test_bad_local_memory(index: int) -> None:
     """Of a run with one piece that doesn't fit, that one fails, and the others are flushed."""
-    end = End()
-    end.endpoint.start(agreed(ord=64), initiator=True, mulpdu=1000, joined=True)
+    end = started()
     memory = end.memory(64)
-    run = RunWR(Opcode.RDMA_READ, 8, memory.key, 7, bad(memory, index), range(6))
+    addresses = [memory.addr + 8 * n for n in range(6)]
+    addresses[index] = memory.addr + 57
+    run = RunWR(Opcode.RDMA_READ, 8, memory.key, 7, addresses, range(6))
     run.wr_id = 12
     end.endpoint.post_run(run)
-    statuses = [WCStatus.WR_FLUSH_ERR] * 6
+    statuses = [FLUSHED] * 6
     statuses[index] = WCStatus.LOC_PROT_ERR
     assert [c[:2] for c in end.sent()] == list(zip(range(2, 14, 2), statuses, strict=True))
     assert end.endpoint.state is QPState.ERR
@@ -238,57 +132,29 @@ def test_bad_local_memory(index: int) -> None:
 
 def test_sink_without_local_write() -> None:
     """A run into memory without LOCAL_WRITE fails with its first request."""
-    end = End()
-    end.endpoint.start(agreed(ord=64), initiator=True, mulpdu=1000, joined=True)
+    end = started()
     memory = end.memory(64, Access.REMOTE_WRITE)
     offsets = range(0, 64, 8)
     end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
-    assert [c[1] for c in end.sent()] == [WCStatus.LOC_PROT_ERR] + [WCStatus.WR_FLUSH_ERR] * 7
+    assert [c[1] for c in end.sent()] == [WCStatus.LOC_PROT_ERR] + [FLUSHED] * 7
     assert not end.output()
 
 
-@pytest.mark.parametrize("answered", range(COUNT))
-def test_flush(answered: int) -> None:
-    """A run that is flushed halfway completes, flushed, with each request that wasn't answered."""
-    victim = Victim(joined=True)
-    feed(victim.end, b"".join(victim.stream()[COUNT : COUNT + answered]), [1 << 20])
-    victim.end.endpoint.ended("gone")
-    first = victim.run.wr_id - 2 * (COUNT - 1)
-    left = [first + 2 * n for n in range(answered, COUNT)]
-    assert [c[:2] for c in victim.end.sent()] == [
-        (wr_id, WCStatus.WR_FLUSH_ERR) for wr_id in (*left, victim.behind.wr_id)
-    ]
-
-
-def test_flush_of_a_run_that_waits() -> None:
-    """A run that waits for ORD, or was posted too late, completes flushed with each of its requests."""
-    end = End()
-    end.endpoint.start(agreed(ord=4), initiator=True, mulpdu=1000, joined=True)
-    memory = end.memory(64)
-    end.post(Opcode.RDMA_READ)
-    offsets = [0, 8, 16, 24]
-    end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
-    assert len(end.output()) == 1
-    end.endpoint.to_error()
-    assert len(end.sent()) == 5
-    end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
-    assert [c[1] for c in end.sent()] == [WCStatus.WR_FLUSH_ERR] * 4
-
-
-def test_terminate_names_one_of_a_run() -> None:
-    """The peer's Terminate fails the READ of the run that it quotes; the others are flushed."""
-    victim = Victim(joined=True)
-    refused = read_request(1, 2, 3, msn=4)[:48]
-    payload = bytes.fromhex("0101e000") + refused
-    terminate = ddp.UNTAGGED_HEADER.pack(18 + len(payload), ddp.UNTAGGED_LAST | 7, 0, 2, 1, 0) + payload
-    victim.end.feed(terminate + bytes(-len(terminate) % 4 + 4))
-    statuses = [c[1] for c in victim.end.sent()]
-    assert statuses == [5, 5, 5, WCStatus.REM_ACCESS_ERR, 5, 5, 5, 5, 5]
+def test_large_runs_go_in_parts() -> None:
+    """A run whose answer would be longer than an FPDU is asked for in parts that aren't."""
+    wire = Wire(joined=True, mulpdu=65_518, reads=64)
+    source = wire.server.memory(bytes(range(256)) * 16 * 64)
+    sink = wire.client.memory(COPY_LIMIT * 64, Access.LOCAL_WRITE)
+    offsets = range(0, COPY_LIMIT * 64, COPY_LIMIT)
+    wire.client.post_run(Opcode.RDMA_READ, sink, offsets, source, offsets, COPY_LIMIT)
+    wire.pump()
+    assert sink.content == source.content
+    assert len(wire.client.sent()) == 1
 
 
 def test_runs_keep_ord() -> None:
     """Runs and single READs together stay within ORD, and go on as responses come."""
-    wire = Wire(joined=True, reads=10, sizes=[100])
+    wire = Wire(joined=True, mulpdu=65_518, reads=10, sizes=[100])
     source = wire.server.memory(bytes(range(200)))
     sink = wire.client.memory(200, Access.LOCAL_WRITE)
     for start in range(0, 200, 40):
@@ -301,25 +167,299 @@ def test_runs_keep_ord() -> None:
     assert len(wire.client.sent()) == 5
 
 
+# -- answering --------------------------------------------------------------------------------------------------
+
+
+def outcome(end: End) -> tuple[list[tuple[int, bytes]], object, bytes]:
+    """Give the data answered with the number of its READ or run, the state, and the Terminate without its header."""
+    answered, terminate = [], b""
+    for fpdu in end.output():
+        payload = fpdu[16 : 2 + int.from_bytes(fpdu[:2], "big")]
+        if fpdu[3] & 0xF == ddp.OP_TERMINATE:
+            terminate = payload[4:]
+        else:
+            answered.append((int.from_bytes(fpdu[8:16], "big"), payload))
+    return answered, end.endpoint.state, terminate
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    size=st.one_of(st.integers(1, 20), st.integers(1, 300)),
+    sources=st.lists(st.integers(-3, 300), min_size=1, max_size=20),
+    key=st.sampled_from(["good", "good", "good", "right", "domain", "unknown"]),
+    reads=st.one_of(st.just(64), st.integers(0, 20)),
+    split=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+)
+def test_answered_as_one_by_one(size: int, sources: list[int], key: str, reads: int, split: list[int]) -> None:
+    """A run is answered as its READs are one by one: the same data, and the same Terminate for the first refused."""
+    outcomes = []
+    for joined in (True, False):
+        end = started(joined=joined, reads=reads)
+        memory = end.memory(bytes(range(256)), Access.REMOTE_WRITE if key == "right" else Access.REMOTE_READ)
+        if key == "domain":
+            memory.region.pd = object()
+        elif key == "unknown":
+            memory.region.close()
+        if joined:
+            feed(end, asks(memory, sources, size), split)
+        else:
+            stream = [
+                read_request(memory.key, memory.addr + source, size, msn=msn) for msn, source in enumerate(sources, 1)
+            ]
+            feed(end, b"".join(stream), [1 << 20])
+        assert memory.content == bytes(range(256))
+        outcomes.append(outcome(end))
+    run, plain = outcomes
+    if len(sources) <= reads:  # else a run is refused as a whole
+        assert b"".join(data for _, data in run[0]) == b"".join(data for _, data in plain[0])
+        # Code and flags, length, DDP header, size and source; a run names no sink.
+        assert run[2][:26] == plain[2][:26]
+        assert run[2][38:] == plain[2][38:]
+    else:
+        assert run[2][:2] == bytes((0x12, 2))
+    assert run[1] == plain[1]
+
+
+@pytest.mark.parametrize("reads", [8, 11])
+def test_runs_keep_ird(reads: int) -> None:
+    """Each READ of a run counts as one: what is beyond IRD is refused."""
+    end = started(reads=reads)
+    memory = end.memory(8)
+    end.feed(asks(memory, [0] * 8, 8))
+    assert end.endpoint.state is QPState.RTS
+    end.feed(asks(memory, [0] * (reads - 7), 8, msn=9))
+    assert end.terminated() == Terminated(1, 2, 2)
+
+
+def test_answered_runs_free_their_places() -> None:
+    """IRD bounds the READs that aren't answered, and single READs go on numbered behind a run."""
+    end = started(reads=8)
+    memory = end.memory(8)
+    for msn in range(1, 100, 9):
+        end.feed(asks(memory, [0] * 8, 8, msn=msn))
+        assert len(end.output()) == 1
+        end.feed(read_request(memory.key, memory.addr, 8, msn=msn + 8))
+        assert len(end.output()) == 1
+
+
+@pytest.mark.parametrize("before", range(10))
+def test_a_run_never_wraps(before: int) -> None:
+    """A run up to sequence number 2**32 - 1 is answered, one beyond is refused: the requester doesn't send it."""
+    end = started()
+    first = ddp.MASK32 - before
+    end.endpoint.responder.request_msn = first
+    memory = end.memory(8)
+    end.feed(asks(memory, [0] * 6, 8, msn=first))
+    fits = end.endpoint.state is QPState.RTS
+    assert fits == (before >= 6)
+    if fits:
+        end.feed(read_request(memory.key, memory.addr, 8, msn=first + 6 & ddp.MASK32))
+        assert end.endpoint.state is QPState.RTS
+
+
+def test_the_largest_answer() -> None:
+    """A run whose answer doesn't fit one FPDU is refused."""
+    end = started()
+    memory = end.memory(1 << 20)
+    end.feed(asks(memory, [0] * 16, runs.LARGEST // 15))
+    assert end.terminated() == Terminated(1, 2, 5)
+
+
+# -- being answered ---------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """An endpoint with a run of READs outstanding, and a READ of nothing behind it."""
+
+    def __init__(self) -> None:
+        self.end = started()
+        self.sink = self.end.memory(COUNT * SIZE, Access.LOCAL_WRITE)
+        offsets = [*range(0, COUNT * SIZE // 2, SIZE), *range(COUNT * SIZE - SIZE, COUNT * SIZE // 2 - 1, -SIZE)]
+        self.offsets = offsets
+        self.run = self.end.post_run(Opcode.RDMA_READ, self.sink, offsets, self.sink, offsets, SIZE)
+        self.behind = self.end.post(Opcode.RDMA_READ)
+        self.end.output()
+        self.data = bytes(range(COUNT * SIZE))
+
+    def answer(self, start: int, stop: int) -> bytes:
+        """Make the response to some of the run's READs."""
+        return answers(1 + start, self.data[SIZE * start : SIZE * stop])
+
+
+@given(cuts=st.lists(st.integers(1, COUNT - 1), max_size=4), split=st.lists(st.integers(1, 80), min_size=1, max_size=4))
+def test_answered_in_parts(cuts: list[int], split: list[int]) -> None:
+    """However a run's answer is cut, each piece lands in its place, and the run completes with the last."""
+    reader = Reader()
+    bounds = [0, *sorted(set(cuts)), COUNT]
+    parts = [reader.answer(a, b) for a, b in pairwise(bounds)]
+    feed(reader.end, b"".join(parts[:-1]), split)
+    assert not reader.end.sent()
+    feed(reader.end, parts[-1], split)
+    assert [c[:2] for c in reader.end.sent()] == [(reader.run.wr_id, 0)]
+    for index, offset in enumerate(reader.offsets):
+        assert reader.sink.content[offset : offset + SIZE] == reader.data[index * SIZE : (index + 1) * SIZE]
+    reader.end.feed(tagged(RESPONSE, 0, 0))
+    assert [c[:2] for c in reader.end.sent()] == [(reader.behind.wr_id, 0)]
+
+
+WRONG: dict[str, tuple[bytes, tuple[int, int, int]]] = {
+    "half a piece": (answers(1, bytes(SIZE // 2)), (1, 1, 1)),
+    "nothing": (answers(1, b""), (1, 1, 1)),
+    "a piece too many": (answers(1, bytes(SIZE * (COUNT + 1))), (1, 1, 1)),
+    "the second first": (answers(2, bytes(SIZE)), (1, 1, 1)),
+    "number 0": (answers(0, bytes(SIZE)), (1, 1, 1)),
+    "a number beyond 32 bits": (answers(1 + (1 << 32), bytes(SIZE)), (1, 1, 1)),
+    "a Read Response": (tagged(RESPONSE, 0, 1, bytes(SIZE)), (0, 2, 6)),
+    "a Read Response's first segment": (tagged(RESPONSE, 0, 1, bytes(SIZE), control=ddp.TAGGED), (0, 2, 6)),
+    "not last": (tagged(runs.OP_RESPONSE, 0, 1, bytes(SIZE), control=ddp.TAGGED), (0, 2, 6)),
+    "another run's": (answers(1, bytes(SIZE * COUNT)) + answers(9, bytes(SIZE)), (0, 2, 6)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_answers(name: str) -> None:
+    """An answer that doesn't fit the run ends the stream; nothing of it is placed, and what is left is flushed."""
+    data, code = WRONG[name]
+    reader = Reader()
+    reader.end.feed(data)
+    assert reader.end.terminated() == Terminated(*code)
+    assert not any(reader.sink.content)
+    assert {c[1] for c in reader.end.sent()} <= {0, FLUSHED}
+    assert outstanding(reader.end) == 0
+
+
+@pytest.mark.parametrize("opcode", [runs.OP_REQUEST, runs.OP_RESPONSE])
+def test_only_among_ourselves(opcode: int) -> None:
+    """A peer that isn't known to be an aiordma device may not use the opcodes of runs."""
+    end = started(joined=False)
+    memory = end.memory(64)
+    end.post(Opcode.RDMA_READ, [memory.sge(0, 8)])
+    end.output()
+    end.feed(asks(memory, [0], 8) if opcode == runs.OP_REQUEST else answers(1, bytes(8)))
+    assert end.terminated() == Terminated(0, 2, 6)
+
+
+def test_to_others_runs_are_reads() -> None:
+    """Towards a peer that isn't known to be an aiordma device a run leaves as Read Requests."""
+    end = started(joined=False)
+    memory = end.memory(64)
+    offsets = range(0, 64, 8)
+    end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
+    assert [record[3] & 0xF for record in end.output()] == [REQUEST] * 8
+
+
+FIELDS = [(0, 2), (2, 1), (3, 1), (4, 4), (8, 8), (8, 4), (12, 4), (16, 4), (20, 4), (24, 4), (28, 8), (44, 8)]
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    response=st.booleans(),
+    field=st.sampled_from(FIELDS),
+    value=st.one_of(st.sampled_from(["0", "max", "+1", "-1", "+9", "-9"]), st.integers(0, 1 << 64)),
+    split=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+)
+def test_extremes(response: bool, field: tuple[int, int], value: str | int, split: list[int]) -> None:
+    """One field of a run's header at an extreme: the stream goes on or ends by a Terminate, however it is split."""
+    outcomes = []
+    complete = False
+    for sizes in ([1 << 20], split):
+        reader = Reader()
+        end = reader.end
+        secret = end.memory(b"secret" * 10, Access.LOCAL_WRITE, addr=0x30_0000)
+        source = end.memory(bytes(range(200)), Access.REMOTE_READ, addr=0x20_0000)
+        stream = [asks(source, [10, 20, 30], 8), reader.answer(0, COUNT), tagged(RESPONSE, 0, 0)]
+        changed = bytearray(stream[response])
+        start, size = field
+        old = int.from_bytes(changed[start : start + size], "big")
+        named = {"0": 0, "max": -1, "+1": old + 1, "-1": old - 1, "+9": old + 9, "-9": old - 9}
+        new = value if isinstance(value, int) else named[value]
+        changed[start : start + size] = (new & (1 << 8 * size) - 1).to_bytes(size, "big")
+        stream[response] = bytes(changed)
+        pipe = feed(end, b"".join(stream), sizes)
+        state = end.endpoint.state
+        complete = not pipe._carry and end.endpoint.placement is None
+        answered, _, terminate = outcome(end)
+        assert all(b"secret" not in data for _, data in answered)
+        assert secret.content == b"secret" * 10
+        assert source.content == bytes(range(200))
+        assert (state is QPState.ERR) == bool(terminate or end.endpoint.refused)
+        outcomes.append((state, answered, terminate[:2], end.sent(), reader.sink.content))
+    if complete:
+        assert outcomes[0] == outcomes[1]
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answered", range(COUNT))
+def test_flush(answered: int) -> None:
+    """A run that is flushed halfway completes, flushed, with each request that wasn't answered."""
+    reader = Reader()
+    if answered:
+        reader.end.feed(reader.answer(0, answered))
+    reader.end.endpoint.ended("gone")
+    first = reader.run.wr_id - 2 * (COUNT - 1)
+    left = [first + 2 * n for n in range(answered, COUNT)]
+    assert [c[:2] for c in reader.end.sent()] == [(wr_id, FLUSHED) for wr_id in (*left, reader.behind.wr_id)]
+
+
+def test_flush_of_a_run_that_waits() -> None:
+    """A run that waits for ORD, or was posted too late, completes flushed with each of its requests."""
+    end = started(reads=4)
+    memory = end.memory(64)
+    end.post(Opcode.RDMA_READ)
+    offsets = [0, 8, 16, 24]
+    end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
+    assert len(end.output()) == 1
+    end.endpoint.to_error()
+    assert len(end.sent()) == 5
+    end.post_run(Opcode.RDMA_READ, memory, offsets, memory, offsets, 8)
+    assert [c[1] for c in end.sent()] == [FLUSHED] * 4
+
+
+def test_terminate_names_one_of_a_run() -> None:
+    """The peer's Terminate fails the READ of the run that it quotes; the others are flushed."""
+    reader = Reader()
+    payload = bytes.fromhex("0101e000") + read_request(1, 2, 3, msn=4)[:48]
+    terminate = ddp.UNTAGGED_HEADER.pack(18 + len(payload), ddp.UNTAGGED_LAST | 7, 0, 2, 1, 0) + payload
+    reader.end.feed(terminate + bytes(-len(terminate) % 4 + 4))
+    assert [c[1] for c in reader.end.sent()] == [5, 5, 5, WCStatus.REM_ACCESS_ERR, 5, 5, 5, 5, 5]
+
+
+def test_one_of_a_run_is_refused() -> None:
+    """Of a run the READs before the one that is refused succeed, that one has the reason, the others are flushed."""
+    wire = Wire(joined=True, mulpdu=65_518, reads=64)
+    source = wire.server.memory(64)
+    sink = wire.client.memory(64, Access.LOCAL_WRITE)
+    run = wire.client.post_run(Opcode.RDMA_READ, sink, range(0, 48, 8), source, [0, 8, 16, 60, 24, 32], 8)
+    wire.pump()
+    first = run.wr_id - 10
+    assert [c[:2] for c in wire.client.sent()] == [
+        (first + 6, WCStatus.REM_ACCESS_ERR),
+        (first + 8, FLUSHED),
+        (first + 10, FLUSHED),
+    ]
+    assert wire.server.reports
+
+
 def test_ord_behind_a_run() -> None:
     """A run that is done leaves as many places as there were before, and no more."""
-    victim = Victim(joined=True)
-    feed(victim.end, b"".join(victim.stream()[COUNT:]), [50])
-    assert outstanding(victim.end) == 0
+    reader = Reader()
+    feed(reader.end, reader.answer(0, 3) + reader.answer(3, COUNT) + tagged(RESPONSE, 0, 0), [50])
+    assert outstanding(reader.end) == 0
     for _ in range(70):
-        victim.end.post(Opcode.RDMA_READ)
-    assert len(victim.end.output()) == outstanding(victim.end) == 64
+        reader.end.post(Opcode.RDMA_READ)
+    assert len(reader.end.output()) == outstanding(reader.end) == 64
 
 
 def test_fence_behind_a_run() -> None:
     """A fenced request waits for the whole run."""
-    victim = Victim(joined=True)
-    victim.end.post(Opcode.SEND, flags=SendFlags.FENCE)
-    stream = victim.stream()[COUNT:]
-    for record in stream:
-        assert not victim.end.output()
-        victim.end.feed(record)
-    assert len(victim.end.output()) == 1
+    reader = Reader()
+    reader.end.post(Opcode.SEND, flags=SendFlags.FENCE)
+    for data in (reader.answer(0, 3), reader.answer(3, COUNT), tagged(RESPONSE, 0, 0)):
+        assert not reader.end.output()
+        reader.end.feed(data)
+    assert len(reader.end.output()) == 1
 
 
 def test_expand() -> None:
@@ -335,12 +475,3 @@ def test_expand() -> None:
         assert [wr.rkey for wr in requests] == [2] * (3 - start)
         sges: list[SGE] = [wr.sg_list[0] for wr in requests]
         assert [(sge.addr, sge.length, sge.lkey) for sge in sges] == [(addr, 8, 1) for addr in (100, 200, 300)][start:]
-
-
-def test_sizes() -> None:
-    """What a run counts with is what is on the wire."""
-    assert len(read_request(1, 2, 3)) == runs.REQUEST_SIZE
-    for size in range(1, 20):
-        response = tagged(ddp.OP_READ_RESPONSE, 1, 2, bytes(size))
-        assert len(response) == runs.response_size(size)
-    assert len(fpdus(runs.encode_requests(1, 2, range(5), 8, 3, range(5)))) == 5

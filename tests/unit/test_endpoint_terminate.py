@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiordma.drivers.soft import ddp, mpa
+from aiordma.drivers.soft import ddp, mpa, runs
 from aiordma.drivers.soft.mpa import Framer
 from aiordma.enums import Access, AsyncEventType, Opcode, QPState, WCStatus
 from aiordma.types import SGE
@@ -419,7 +419,7 @@ def test_answers_that_left_in_part_are_answers() -> None:
     end = End()
     source = end.memory(64, Access.REMOTE_READ)
     end.endpoint.start(agreed(ird=8), initiator=True, mulpdu=1000, joined=True)
-    end.feed(b"".join(read_request(source.key, source.addr, 8, msn=msn) for msn in range(1, 9)))
+    end.feed(runs.encode_request(1, 8, source.key, [source.addr] * 8))
     outbox = end.endpoint.outbox
     assert len(outbox.small) == 1
     outbox.small_left(28)

@@ -233,7 +233,8 @@ class Endpoint:
                     if after > end:
                         return
                     check_crc(buf[pos:after], after - pos - 4)
-                ddp.check_control(control)
+                if not self._joined or control not in (runs.REQUEST, runs.RESPONSE):
+                    ddp.check_control(control)
                 raise fault(ddp.DDP_TAGGED, ddp.BOUNDS) if control & 0x8000 else fault(DDP_UNTAGGED, 4)
 
     def placed(self, count: int) -> int:

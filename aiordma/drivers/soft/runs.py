@@ -68,7 +68,7 @@ def decode_request(buf: memoryview, pos: int, length: int) -> Request:
     """Take a Run Request apart; raises ProtocolError if its length isn't one."""
     count, rest = divmod(length - _FIXED, 8)
     if count < 1 or rest:
-        raise fault(DDP_UNTAGGED, 5 if rest else 4)
+        raise fault(DDP_UNTAGGED, 4 if count < 1 else 5)
     _, _, _, qn, msn, mo, size, stag = _HEAD.unpack_from(buf, pos)
     return Request(qn, msn, mo, size, stag, _sources(count).unpack_from(buf, pos + _HEAD.size))
 
