@@ -85,9 +85,11 @@ class CompletionQueue:
         completions = self.driver.poll(_BUDGET)
         qps = self.qps
         touched: list[QueuePair] = []
-        for completion in completions:
+        for index, completion in enumerate(completions):
             qp = qps.get(completion[4])
             if qp is not None:  # else its queue pair was closed meanwhile
+                if completion[1] and qp.failure is None:
+                    qp.foresee(completions[index:])
                 qp.completed(completion)
                 if qp.attention:
                     touched.append(qp)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import operator
 import struct
 import warnings
 import weakref
@@ -15,7 +17,7 @@ from aiordma.batch import Batch
 from aiordma.cm import CMID
 from aiordma.device import Context, ProtectionDomain
 from aiordma.enums import Access, Opcode, QPState, SendFlags
-from aiordma.errors import BrokenError, ClosedError, UnsupportedError
+from aiordma.errors import BrokenError, ClosedError, DeviceError, UnsupportedError
 from aiordma.inbox import Inbox, Message
 from aiordma.memory import MemoryRegion, MemorySlice, as_bytes, exported
 from aiordma.queue_pair import QueuePair
@@ -80,6 +82,13 @@ class Connection:
         self.pd = pd
         self.context: Context = pd.context
         self.param = param
+        try:
+            memory = pd.alloc(param.recv_size * param.recv_depth)
+        except OSError as error:
+            raise DeviceError(
+                error.errno or errno.ENOMEM, f"no memory for {param.recv_depth} receives of {param.recv_size} bytes",
+                verb="ibv_reg_mr", hint="make recv_size or recv_depth in ConnParam smaller",
+            ) from error  # fmt: skip
         self.qp: QueuePair = pd.create_qp(param)
         self._post_read = self.qp.post_read
         self.qp.peer = cm_id.peer_addr
@@ -89,11 +98,12 @@ class Connection:
         cm_id.on_disconnected = _weakly(self._on_disconnected)
         self.peer_private_data = b""
         self._max_inline = self.context.capabilities.max_inline_data
+        self._max_msg_size = self.context.capabilities.max_msg_size
         self._landings: list[_Landing] = []
         self._regions: list[MemoryRegion] = []
         self._closing: asyncio.Task[None] | None = None
         self._established = False
-        self._inbox = Inbox(self.qp, pd.alloc(param.recv_size * param.recv_depth), param)
+        self._inbox = Inbox(self.qp, memory, param)
 
     # -- one-sided operations -----------------------------------------------------------------------------------
 
@@ -121,11 +131,13 @@ class Connection:
             RemoteError: (the future) the peer's device refused: key, bounds, rights. See `reason`.
         """
         if into is None:
+            if remote.length > self._max_msg_size:
+                raise ValueError(f"{remote.length} bytes are more than one request of this device carries: slice it")
             own = self.pd.alloc(remote.length)
             flags = _SIGNALED | fence
             return self.qp.post_send(_READ, (own,), remote.addr, remote.rkey, None, flags, own.view.tobytes)
         if isinstance(into, _LOCAL):
-            if into.length > remote.length or not into.writable:
+            if into.length > remote.length or not into.writable or into.length > self._max_msg_size:
                 raise self.unreadable(into, remote)
             if not fence:
                 return self._post_read(into, remote.addr, remote.rkey)
@@ -179,7 +191,7 @@ class Connection:
         if imm is None:
             return self.qp.post_send(_WRITE, sg_list, remote.addr, remote.rkey, inline, flags)
         self._require("write_with_imm", "write with immediate")
-        _check_u32("imm", imm)
+        imm = _check_u32("imm", imm)
         opcode = Opcode.RDMA_WRITE_WITH_IMM
         return self.qp.post_send(opcode, sg_list, remote.addr, remote.rkey, inline, flags, imm_data=imm)
 
@@ -342,29 +354,34 @@ class Connection:
 
     def source(self, data: Memory | Buffer | Sequence[Memory]) -> tuple[Sequence[Memory], bytes | None, int]:
         """Give what is to be sent as a gather list or inline, and its length."""
-        if type(data) is bytes:
-            if len(data) <= self._max_inline:
-                return (), data, len(data)
-        elif isinstance(data, _LOCAL):
-            return (data,), None, data.length
+        sg_list: Sequence[Memory]
+        if isinstance(data, _LOCAL):
+            sg_list = (data,)
         elif isinstance(data, (list, tuple)):
             sg_list = self._scatter(data)
-            return sg_list, None, sum([memory.length for memory in sg_list])
-        view = as_bytes(data)
-        length = len(view)
-        if length <= self._max_inline:
-            return (), bytes(view), length
-        if length <= BOUNCE_SIZE:
-            memory = self.pd.alloc(length)
-            memory.view[:] = view
-            return (memory,), None, length
-        return (self.pd.register(view, access=Access(0)),), None, length
+        else:
+            view = as_bytes(data)
+            length = len(view)
+            if length <= self._max_inline:
+                return (), data if type(data) is bytes else bytes(view), length
+            if length <= BOUNCE_SIZE:
+                bounce = self.pd.alloc(length)
+                bounce.view[:] = view
+                sg_list = (bounce,)
+            else:
+                sg_list = (self.pd.register(view, access=Access(0)),)
+        total = sum([memory.length for memory in sg_list])
+        if total > self._max_msg_size:
+            raise ValueError(f"{total} bytes are more than one request of this device carries: send them in parts")
+        return sg_list, None, total
 
     @staticmethod
     def unreadable(into: Memory, remote: RemoteRegion) -> ValueError:
         """Make the exception that says why a READ can't go into this memory."""
         if not into.writable:
             return ValueError(f"{into!r} can't be read into: it is registered without LOCAL_WRITE")
+        if into.length <= remote.length:
+            return ValueError(f"{into.length} bytes are more than one request of this device carries: read in parts")
         return ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
 
     def _scatter(self, pieces: Sequence[Memory]) -> Sequence[Memory]:
@@ -400,7 +417,6 @@ class Connection:
         """Bound what waits for room in the send queue, in bytes, as asyncio's transports do."""
         self.qp.set_write_buffer_limits(high, low)
 
-    @property
     def is_closing(self) -> bool:
         """Whether it is closed, being closed, or ended from outside."""
         return self.qp.refusal is not None
@@ -413,11 +429,16 @@ class Connection:
 
         Cancellation: drops the waiter; the closing itself goes on.
 
+        Raises:
+            BrokenError: the connection had failed, and nobody was told yet: a WRITE that the peer refused, for one.
+                It is closed all the same. `async with` raises it only where its body ended without an exception.
         """
         if self._closing is None:
             self.qp.refuse(ClosedError(f"{self!r} was closed"))
             self._closing = self._loop.create_task(self._close(timeout))
         await asyncio.shield(self._closing)
+        if (failure := self.qp.untold()) is not None:
+            raise failure
 
     async def _close(self, timeout: float) -> None:
         deadline = self._loop.time() + timeout
@@ -463,7 +484,11 @@ class Connection:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.close()
+        try:
+            await self.close()
+        except BrokenError:
+            if exc is None:
+                raise
 
     def __del__(self) -> None:
         if getattr(self, "_cm_id", None) is None or self._cm_id.destroyed:
@@ -519,9 +544,10 @@ class Connection:
 
 
 def _check_u32(name: str, value: int | None) -> int:
-    if value is None or not 0 <= value <= 0xFFFFFFFF:
+    number = -1 if value is None else operator.index(value)
+    if not 0 <= number <= 0xFFFFFFFF:
         raise ValueError(f"{name} is 32 bits, not {value}")
-    return value
+    return number
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

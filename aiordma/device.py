@@ -107,7 +107,7 @@ class Context:
             qp = cq.qps.get(element)
             if qp is not None and event_type in _QP_FAULTS:
                 cq.poll()  # a completion that waits says more: which request, and what is wrong with it
-                qp.fault(reason)
+                qp.fault(reason, peers=event_type == AsyncEventType.QP_ACCESS_ERR)
         for queue in self._watchers:
             queue.put_nowait(AsyncEvent(event_type, element, reason))
 
@@ -118,10 +118,13 @@ class Context:
         self.closed = True
         for queue in self._watchers:
             queue.put_nowait(None)
+        for cq in self._cqs:
+            for qp in list(cq.qps.values()):
+                qp.refuse(ClosedError(f"{self!r} was closed"))
+                qp.close()
+            cq.close()
         if self._pd is not None:
             self._pd.close()
-        for cq in self._cqs:
-            cq.close()
         self.driver.close()
 
     def __repr__(self) -> str:
@@ -184,9 +187,12 @@ class ProtectionDomain:
             await qp.idle(memory)
 
     def close(self) -> None:
-        """Free the domain and its pool (ibv_dealloc_pd). Idempotent."""
+        """Free the domain and its pool (ibv_dealloc_pd); its queue pairs end first. Idempotent."""
         if not self.closed:
             self.closed = True
+            for qp in list(self._qps):
+                qp.refuse(ClosedError("the protection domain was closed"))
+                qp.close()
             self.pool.close()
             self.driver.close()
 

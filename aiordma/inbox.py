@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from typing import Final, Self
 
@@ -58,6 +59,12 @@ class Message:
         if slot is not None:
             self.data = memoryview(b"")
             self._inbox.repost(slot)
+
+    def __del__(self) -> None:
+        slot = getattr(self, "_slot", None)
+        if slot is not None:
+            warnings.warn("a received Message was dropped without release()", ResourceWarning, stacklevel=2)
+            self._inbox.repost_later(slot)
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +148,11 @@ class Inbox:
         """Post a receive again, its message was consumed."""
         if not self._ended:
             self._qp.post_recv_slots((slot,))
+
+    def repost_later(self, slot: ReceiveSlot) -> None:
+        """Post a receive again, from any thread: the collector found it."""
+        if not self._ended and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.repost, slot)
 
     def end(self) -> None:
         """Nothing more comes; what came can still be received."""

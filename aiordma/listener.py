@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import warnings
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from aiordma.connector import check_private_data
 from aiordma.device import Context, LoopState, ProtectionDomain, choose_device, driver_of, loop_state
 from aiordma.drivers.base import CMEvent
 from aiordma.enums import Access
-from aiordma.errors import ClosedError, DeviceError, RDMAError
+from aiordma.errors import BrokenError, ClosedError, DeviceError, RDMAError
 from aiordma.memory import MemoryRegion
 from aiordma.opening import Opening
 from aiordma.types import Buffer, ConnParam, SocketAddress
@@ -367,8 +368,12 @@ class Server:
             data = self._private_data
             connection = await request.accept(private_data=data(request) if callable(data) else data)
             self.connections.add(connection)
-            async with connection:
+            try:
                 await self._handler(connection)
+            finally:
+                # How a connection ends that its handler is done with concerns nobody.
+                with contextlib.suppress(BrokenError):
+                    await connection.close()
         except Exception as error:  # noqa: BLE001 - whatever a handler raises concerns its connection only
             if connection is None and isinstance(error, (ConnectionError, ClosedError)):
                 return  # the peer left before it was accepted: no fault of anyone's here

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiordma.drivers.base import DriverMR
@@ -205,38 +205,37 @@ class MemoryRegion(_Sliceable):
 class _Allocation(MemoryRegion):
     """Memory from a pool: a region of its own to the user, a piece of a slab to the device."""
 
-    __slots__ = ("_pool", "_size_class", "_slab", "_start")
+    __slots__ = ()
 
-    def __init__(self, pool: MemoryPool, slab: MemoryRegion, start: int, size_class: int, length: int) -> None:
+    def __init__(self, slab: MemoryRegion, whole: memoryview, start: int) -> None:
         # Not registered by itself: the slab's registration serves it.
         self._mr = slab._mr  # noqa: SLF001
-        self._pool = pool
-        self._slab = slab
-        self._start = start
-        self._size_class = size_class
         self.pd = slab.pd
         self.access = slab.access
         self.writable = slab.writable
-        self.whole = slab.whole[start : start + length]
+        self.whole = whole
         self.rkey = slab.rkey
-        SGE.__init__(self, slab.addr + start, length, slab.lkey)
+        SGE.__init__(self, slab.addr + start, len(whole), slab.lkey)
 
     def deregister(self) -> None:
-        """Give the memory back to the pool."""
-        if self._mr is not None:
-            self._mr = None
-            self._pool._free(self._slab, self._start, self._size_class)  # noqa: SLF001
+        """Invalidate it; its place goes back to the pool when nothing refers to it any more."""
+        self._mr = None
+        self.lkey = self.rkey = 0
 
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # __init__ didn't come to its end
-            self.deregister()
+
+class _Exporter(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
+    """A reference to what an allocation's views are exported by, with the place that is free when it is gone."""
+
+    __slots__ = ("place",)
+
+    place: tuple[int, MemoryRegion, int]
 
 
 class MemoryPool:
     """Registered memory for local use, in powers of two, cut from slabs that are registered once.
 
-    An allocation is free again when it and every slice and posted request that names it are gone. Its content is
-    undefined. Larger ones than a slab get a registration of their own.
+    A place is free again when its allocation, every slice and view of it, and every posted request that names it are
+    gone. The content of an allocation is undefined. Larger ones than a slab get a registration of their own.
     """
 
     #: 1 MiB: registration of a slab is amortised over many buffers, and an idle pool costs little.
@@ -246,6 +245,8 @@ class MemoryPool:
     def __init__(self, pd: ProtectionDomain) -> None:
         self._pd = pd
         self._classes: dict[int, list[tuple[MemoryRegion, int]]] = {}
+        #: What each allocation's views are exported by, by the reference's identity: arrays have no hash.
+        self._exporters: dict[int, _Exporter] = {}
         self._slab: MemoryRegion | None = None
         self._used = 0
         self._closed = False
@@ -268,9 +269,18 @@ class MemoryPool:
                 self._used = 0
             slab, start = self._slab, self._used
             self._used += size_class
-        return _Allocation(self, slab, start, size_class, length)
+        # Every view is a view of this array, and keeps it: it dies with the last one.
+        exporter = (ctypes.c_ubyte * length).from_buffer(slab.whole, start)
+        reference = _Exporter(exporter, self._exporter_gone)
+        reference.place = (size_class, slab, start)
+        self._exporters[id(reference)] = reference
+        whole = memoryview(exporter).cast("B") if length else memoryview(bytearray())
+        return _Allocation(slab, whole, start)
 
-    def _free(self, slab: MemoryRegion, start: int, size_class: int) -> None:
+    def _exporter_gone(self, reference: _Exporter) -> None:
+        # The collector may call this in any thread: both steps are atomic.
+        del self._exporters[id(reference)]
+        size_class, slab, start = reference.place
         if not self._closed:
             self._classes[size_class].append((slab, start))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 __all__ = ["Opening"]
 
 
-class _Closable(Protocol):
-    async def close(self) -> None: ...
+class _Enterable(Protocol):
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
 
 
-T = TypeVar("T", bound=_Closable)
+T = TypeVar("T", bound=_Enterable)
 
 
 class Opening(Generic[T]):
@@ -29,6 +32,8 @@ class Opening(Generic[T]):
         self._opened = await self._make()
         return self._opened
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         assert self._opened is not None
-        await self._opened.close()
+        await self._opened.__aexit__(exc_type, exc, traceback)

@@ -58,10 +58,14 @@ class QueuePair:
         max_recv_wr = min(param.recv_depth, capabilities.max_recv_wr)
         self._entries = self.max_send_wr + max_recv_wr
         self.cq = cq_for(self._entries)
-        self.driver: DriverQP = context.create_qp(
-            pd, self.cq.driver, self.cq.driver,
-            max_send_wr=self.max_send_wr, max_recv_wr=max_recv_wr, max_sge=min(param.max_sge, capabilities.max_sge),
-        )  # fmt: skip
+        try:
+            self.driver: DriverQP = context.create_qp(
+                pd, self.cq.driver, self.cq.driver,
+                max_send_wr=self.max_send_wr, max_recv_wr=max_recv_wr, max_sge=min(param.max_sge, capabilities.max_sge),
+            )  # fmt: skip
+        except BaseException:
+            self.cq.release(self._entries)
+            raise
         self._post_send = self.driver.post_send
         self.qp_num = self.driver.qp_num
         self.cq.qps[self.qp_num] = self
@@ -71,6 +75,8 @@ class QueuePair:
         self.closed = False
         #: The first failure: why the queue pair is in error.
         self.failure: BaseException | None = None
+        #: The failure was given to somebody: to a future that wasn't cancelled, or by `unusable()`.
+        self.told = False
         #: Why nothing can be posted any more: the failure, or that it is being closed.
         self.refusal: BaseException | None = None
         self._ledger: deque[SendSlot | RunSlot] = deque()
@@ -84,6 +90,8 @@ class QueuePair:
         #: No READ was posted since the last completion: the next one goes at once.
         self._fresh = True
         self._watchers: list[Callable[[], None]] = []
+        #: The first failure, seen before it was its completion's turn: its wr_id and exception.
+        self._foreseen: tuple[int, CompletionError] | None = None
         #: Something waits for completions, besides futures: `pump()` is to be called after them.
         self.attention = False
 
@@ -141,7 +149,7 @@ class QueuePair:
             try:
                 if self._post_send((slot,)):
                     self.cq.posted()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - whatever a driver raises, nothing may stay half posted
                 self._post_failed([slot], error)
         else:
             self._enqueue(slot)
@@ -272,7 +280,7 @@ class QueuePair:
                     part = cast("list[SendSlot]", list(takewhile(is_single, slots[start:])))
                     ready |= self._post_send(part)
                     start += len(part)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as in post_send
             self._post_failed(slots[start:], error)
         return ready
 
@@ -295,7 +303,7 @@ class QueuePair:
             watcher()
         self.attention = bool(self._waiting.watched or self._watchers)
 
-    def _post_failed(self, slots: Sequence[SendSlot | RunSlot], error: OSError) -> None:
+    def _post_failed(self, slots: Sequence[SendSlot | RunSlot], error: Exception) -> None:
         """The device refused a post, or the rest of a list: nothing leaks, and each request gets the reason."""
         posted = error.posted if isinstance(error, PostError) else 0
         taken = 0
@@ -394,7 +402,7 @@ class QueuePair:
         last = run.future if index == run.count - 1 else None
         if run.group is not None:
             run.group.append(error)
-        reject(run.futures[index] if run.futures else last, error, quiet=run.group is not None)
+        self.told |= reject(run.futures[index] if run.futures else last, error, quiet=run.group is not None)
         run.retired = index + 1
         if run.retired < run.count:
             self._ledger.appendleft(run)  # those behind it complete by themselves
@@ -413,7 +421,7 @@ class QueuePair:
             finish = slot.finish
         for future in futures:
             if error is not None:
-                reject(future, error, quiet=slot.group is not None)
+                self.told |= reject(future, error, quiet=slot.group is not None)
             elif not future.done():
                 future.set_result(None if finish is None else finish())
         self._recycle(slot)
@@ -441,13 +449,15 @@ class QueuePair:
             if self.on_receive is not None:
                 self.on_receive(slot, completion)
         elif error is not None:
-            reject(future, error)
+            self.told |= reject(future, error)
         elif not future.done():
             future.set_result(completion)
 
     def _failed(self, completion: Completion, opcode: Opcode | None) -> CompletionError:
         """Make the exception of an unsuccessful completion; the first one ends the queue pair."""
-        _, status, _, _, qp_num, _, _, vendor_err = completion
+        wr_id, status, _, _, qp_num, _, _, vendor_err = completion
+        if self._foreseen is not None and self._foreseen[0] == wr_id:
+            return self._foreseen[1]
         reason = self._context.describe_vendor_err(vendor_err) if vendor_err else ""
         error = completion_error(
             status, opcode=opcode, vendor_err=vendor_err, qp_num=qp_num, peer=self.peer, reason=reason
@@ -462,6 +472,15 @@ class QueuePair:
             error.__cause__ = self.failure
         return error
 
+    def foresee(self, completions: Sequence[Completion]) -> None:
+        """Look among completions to come for the one that failed: what flushes before it in the queue is its doing."""
+        for completion in completions:
+            wr_id, status, _, _, qp_num, _, _, _ = completion
+            if qp_num == self.qp_num and status not in (0, _FLUSHED):
+                slot = None if wr_id & 1 else next(slot for slot in self._ledger if slot.wr_id >= wr_id)
+                self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
+                return
+
     # -- failing and closing ----------------------------------------------------------------------------------------
 
     def unusable(self) -> RDMAError:
@@ -470,12 +489,29 @@ class QueuePair:
         if isinstance(failure, ClosedError):
             return ClosedError(*failure.args)
         orderly = isinstance(failure, BrokenError) and failure.orderly
+        self.told = True
         error = BrokenError(f"the connection to {self.peer or 'the peer'} ended: {failure}", orderly=orderly)
         error.__cause__ = failure
         return error
 
-    def fault(self, reason: str) -> None:
-        """The device reported that this queue pair is in error (an asynchronous event)."""
+    def untold(self) -> BrokenError | None:
+        """Give the failure of a connection that ended by a fault, if nobody was told yet; then it counts as told."""
+        failure = self.failure
+        if self.told or failure is None or isinstance(failure, ClosedError):
+            return None
+        if isinstance(failure, BrokenError) and failure.orderly:
+            return None
+        self.told = True
+        error = BrokenError(f"the connection to {self.peer or 'the peer'} ended: {failure}")
+        error.__cause__ = failure
+        return error
+
+    def fault(self, reason: str, *, peers: bool = False) -> None:
+        """The device reported that this queue pair is in error (an asynchronous event).
+
+        Where it was a request of the peer's that this side refused, nobody here need be told at the close.
+        """
+        self.told |= peers
         self.fail(BrokenError(reason or "the device reports a fault of the queue pair"))
         self.driver.to_error()
 

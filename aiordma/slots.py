@@ -100,13 +100,15 @@ def is_single(slot: SendSlot | RunSlot) -> bool:
     return not isinstance(slot, RunSlot)
 
 
-def reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: bool = False) -> None:
-    """Set a future's exception.
+def reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: bool = False) -> bool:
+    """Set a future's exception, if somebody still waits for it; tells whether that is so.
 
     A flush is marked as retrieved: one broken link may flush thousands, and the first failure is the loud one. So is
     one that is reported otherwise.
     """
-    if future is not None and not future.done():
-        future.set_exception(error)
-        if quiet or isinstance(error, FlushedError):
-            future.exception()
+    if future is None or future.done():
+        return quiet
+    future.set_exception(error)
+    if quiet or isinstance(error, FlushedError):
+        future.exception()
+    return True

@@ -182,6 +182,12 @@ class RecvWR:
         return f"<RecvWR {self.wr_id} {list(self.sg_list)}>"
 
 
+def _in_address_space(region: RemoteRegion, _: object, length: int) -> None:
+    """A peer may send anything: no slice of a region has an address that doesn't fit 64 bits."""
+    if region.addr + length > 1 << 64:
+        raise ValueError(f"{length} bytes from {region.addr:#x} on leave the address space")
+
+
 @frozen(slots=True)
 class RemoteRegion:
     """A piece of a peer's memory: address, length and remote key. Slices like a memoryview.
@@ -191,7 +197,7 @@ class RemoteRegion:
     """
 
     addr: int = field(validator=[instance_of(int), ge(0), le(_MAX_U64)])
-    length: int = field(validator=[instance_of(int), ge(0), le(_MAX_U64)])
+    length: int = field(validator=[instance_of(int), ge(0), le(_MAX_U64), _in_address_space])
     rkey: int = field(validator=[instance_of(int), ge(0), le(_MAX_U32)])
 
     #: Length of `to_bytes()`.

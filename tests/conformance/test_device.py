@@ -137,13 +137,13 @@ async def test_states() -> None:
     async with pair() as ends:
         assert ends.client.qp.state == QPState.RTS == ends.server.qp.state
         assert ends.client.qp.qp_num != ends.server.qp.qp_num
-        assert not ends.client.is_closing
+        assert not ends.client.is_closing()
         await ends.client.close()
-        assert ends.client.is_closing
+        assert ends.client.is_closing()
         with pytest.raises(BrokenError):
             await ends.server.recv()
         assert ends.server.qp.state == QPState.ERR
-        assert ends.server.is_closing
+        assert ends.server.is_closing()
 
 
 async def test_events() -> None:

@@ -228,7 +228,7 @@ async def test_use_after_close() -> None:
         for use in uses:
             with pytest.raises(ClosedError, match="Connection to"):
                 await use()
-        assert pair.client.is_closing
+        assert pair.client.is_closing()
 
 
 async def test_use_after_the_peer_closed() -> None:
@@ -241,7 +241,7 @@ async def test_use_after_the_peer_closed() -> None:
                 await use()
             assert caught.value.orderly
             assert "the peer closed" in str(caught.value)
-        assert pair.client.is_closing
+        assert pair.client.is_closing()
 
 
 async def test_use_of_a_closed_listener() -> None:

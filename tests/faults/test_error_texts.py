@@ -262,7 +262,7 @@ async def test_too_much_private_data() -> None:
 
 async def test_no_crc(monkeypatch: pytest.MonkeyPatch) -> None:
     """CRC asked for on a machine that can't: both calls say what to install, and the listener goes on."""
-    monkeypatch.setattr("aiordma.drivers.soft.cm.CRC32C_AVAILABLE", False)
+    monkeypatch.setattr("aiordma.drivers.soft.handshake.CRC32C_AVAILABLE", False)
     param = ConnParam(crc=True)
     async with aiordma.listen("127.0.0.1") as listener, asyncio.timeout(20):
         with pytest.raises(UnsupportedError, match=r"pip install 'aiordma\[crc\]'"):

@@ -131,7 +131,7 @@ def test_an_empty_send_that_is_no_rtr() -> None:
 def test_rtr_send_counts_as_a_message() -> None:
     """The Send RTR has sequence number 1: the program's first message has 2, an empty one too."""
     end = started(initiator=False, rtr=RTR.SEND)
-    end.receive()
+    end.receive(end.memory(8).sge())
     end.feed(untagged(ddp.OP_SEND) + untagged(ddp.OP_SEND, msn=2))
     assert len(end.received()) == 1
     assert end.endpoint.receive_queue.drained

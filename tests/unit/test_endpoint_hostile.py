@@ -6,10 +6,11 @@ import mmap
 import tracemalloc
 from typing import NamedTuple
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiordma.drivers.soft import ddp, mpa
+from aiordma.drivers.soft import ddp, mpa, runs
 from aiordma.drivers.soft.mpa import RTR, Framer
 from aiordma.drivers.soft.send_queue import COPY_LIMIT
 from aiordma.drivers.soft.stag import Region
@@ -41,7 +42,7 @@ BIG = COPY_LIMIT + 1000
 class Victim:
     """An endpoint with a READ and an atomic outstanding, receives posted, and memory to attack."""
 
-    def __init__(self, *, crc: bool = False, initiator: bool = True, rtr: RTR = NO_RTR) -> None:
+    def __init__(self, *, crc: bool = False, initiator: bool = True, rtr: RTR = NO_RTR, joined: bool = False) -> None:
         self.end = end = End()
         self.open = end.memory(2 * BIG, addr=0x10_0000)
         self.readable = end.memory(b"secret" * 10, Access.REMOTE_READ, addr=0x20_0000)
@@ -49,7 +50,7 @@ class Victim:
         self.foreign = end.memory(b"foreign" * 10, addr=0x40_0000, pd=object())
         self.sink = end.memory(48, Access.LOCAL_WRITE, addr=0x50_0000)
         self.inbox = end.memory(4 * BIG, Access.LOCAL_WRITE, addr=0x60_0000)
-        end.endpoint.start(agreed(crc=crc, rtr=rtr), initiator=initiator, mulpdu=1000)
+        end.endpoint.start(agreed(crc=crc, rtr=rtr), initiator=initiator, mulpdu=1000, joined=joined)
         end.post(Opcode.RDMA_READ, [self.sink.sge(0, 16), self.sink.sge(16, 16)])
         end.post(Opcode.ATOMIC_FETCH_AND_ADD, [self.sink.sge(32, 8)], compare_add=1)
         end.output()
@@ -96,6 +97,7 @@ PREFIX = [Field(0, 2), Field(2, 1), Field(3, 1), Field(2, 2)]
 TAGGED = [*PREFIX, Field(4, 4), Field(8, 8)]
 UNTAGGED = [*PREFIX, Field(4, 4), Field(8, 4), Field(12, 4), Field(16, 4)]
 REQUEST = [*UNTAGGED, Field(20, 4), Field(24, 8), Field(32, 4), Field(36, 4), Field(40, 8)]
+RUN = [*UNTAGGED, Field(20, 4), Field(24, 4), Field(28, 8)]
 ATOMIC = [
     *UNTAGGED, Field(20, 4), Field(24, 4), Field(28, 4), Field(32, 8), Field(40, 8), Field(48, 8),
     Field(56, 8), Field(64, 8),
@@ -112,7 +114,7 @@ TERMINATE = [
 ]
 
 
-def valid(victim: Victim) -> list[tuple[bytes, list[Field]]]:
+def valid(victim: Victim, *, joined: bool = False) -> list[tuple[bytes, list[Field]]]:
     """Give a stream with every kind of FPDU, all of them right, with their fields."""
     open_, sink = victim.open, victim.sink
     large = bytes(range(251)) * (BIG // 251)
@@ -123,7 +125,11 @@ def valid(victim: Victim) -> list[tuple[bytes, list[Field]]]:
         (tagged(ddp.OP_WRITE, open_.key, open_.addr + 8 + len(large), b"end"), TAGGED),
         (untagged(ddp.OP_SEND, large, control=ddp.UNTAGGED), UNTAGGED),
         (untagged(ddp.OP_SEND, b"rest", mo=len(large)), UNTAGGED),
-        (read_request(victim.readable.key, victim.readable.addr, 60), REQUEST),
+        (
+            (runs.encode_request(1, 60, victim.readable.key, [victim.readable.addr]), RUN)
+            if joined
+            else (read_request(victim.readable.key, victim.readable.addr, 60), REQUEST)
+        ),
         (atomic_request(open_.key, open_.addr, msn=2), ATOMIC),
         (tagged(ddp.OP_READ_RESPONSE, sink.key, sink.addr, bytes(20), control=ddp.TAGGED), TAGGED),
         (tagged(ddp.OP_READ_RESPONSE, sink.key, sink.addr + 20, bytes(12)), TAGGED),
@@ -168,8 +174,9 @@ modest = settings(deadline=None, max_examples=200, suppress_health_check=[Health
     ),
     split=splits,
     crc=st.booleans() if mpa.CRC32C_AVAILABLE else st.just(value=False),
+    joined=st.booleans(),
 )
-def test_extremes(index: int, field: int, value: str | int, split: list[int], crc: bool) -> None:
+def test_extremes(index: int, field: int, value: str | int, split: list[int], crc: bool, joined: bool) -> None:
     """One field of one header at an extreme: the stream goes on, or ends by a Terminate of the RFCs.
 
     The outcome doesn't depend on how the bytes are split.
@@ -177,8 +184,8 @@ def test_extremes(index: int, field: int, value: str | int, split: list[int], cr
     outcomes = []
     complete = False
     for sizes in ([1 << 20], split):
-        victim = Victim(crc=crc)
-        records = valid(victim)
+        victim = Victim(crc=crc, joined=joined and not crc)
+        records = valid(victim, joined=joined and not crc)
         record, fields = records[index]
         start, size = fields[field % len(fields)]
         changed = bytearray(record)
@@ -241,10 +248,11 @@ def _effects(victim: Victim) -> tuple[object, ...]:
     ),
     split=splits,
     initiator=st.booleans(),
+    joined=st.booleans(),
 )
-def test_arbitrary_bytes(data: list[bytes], split: list[int], initiator: bool) -> None:
+def test_arbitrary_bytes(data: list[bytes], split: list[int], initiator: bool, joined: bool) -> None:
     """Arbitrary bytes after the handshake end the stream, or wait for more of the FPDU they began."""
-    victim = Victim(initiator=initiator, rtr=RTR.SEND)
+    victim = Victim(initiator=initiator, rtr=RTR.SEND, joined=joined)
     stream = b"".join(data)
     feed(victim.end, stream, split)
     victim.check(len(stream))
@@ -307,10 +315,11 @@ def _memory(victim: Victim) -> list[Memory]:
     return [victim.open, victim.readable, victim.closed, victim.foreign, victim.sink, victim.inbox]
 
 
-def test_the_valid_stream_is_valid() -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_valid_stream_is_valid(joined: bool) -> None:
     """What the tests above change one field of is right as it is."""
-    victim = Victim()
-    data = b"".join(record for record, _ in valid(victim)[:-1])
+    victim = Victim(joined=joined)
+    data = b"".join(record for record, _ in valid(victim, joined=joined)[:-1])
     feed(victim.end, data, [1 << 20])
     assert victim.end.endpoint.state is QPState.RTS
     assert [c[1] for c in victim.end.sent()] == [0, 0]

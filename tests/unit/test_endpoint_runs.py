@@ -257,6 +257,13 @@ def test_a_run_never_wraps(before: int) -> None:
         assert end.endpoint.state is QPState.RTS
 
 
+def test_a_run_of_nothing() -> None:
+    """READs of nothing aren't asked for as a run: whoever does is refused."""
+    end = started()
+    end.feed(asks(end.memory(8), [0] * 4, 0))
+    assert end.terminated() == Terminated(1, 2, 5)
+
+
 def test_the_largest_answer() -> None:
     """A run whose answer doesn't fit one FPDU is refused."""
     end = started()
@@ -304,6 +311,7 @@ def test_answered_in_parts(cuts: list[int], split: list[int]) -> None:
 
 WRONG: dict[str, tuple[bytes, tuple[int, int, int]]] = {
     "half a piece": (answers(1, bytes(SIZE // 2)), (1, 1, 1)),
+    "a piece and a half": (answers(1, bytes(SIZE * 3 // 2)), (1, 1, 1)),
     "nothing": (answers(1, b""), (1, 1, 1)),
     "a piece too many": (answers(1, bytes(SIZE * (COUNT + 1))), (1, 1, 1)),
     "the second first": (answers(2, bytes(SIZE)), (1, 1, 1)),
@@ -326,6 +334,15 @@ def test_wrong_answers(name: str) -> None:
     assert not any(reader.sink.content)
     assert {c[1] for c in reader.end.sent()} <= {0, FLUSHED}
     assert outstanding(reader.end) == 0
+
+
+def test_more_than_is_left() -> None:
+    """An answer to more READs than are left of the run ends the stream; the memory behind it is safe."""
+    reader = Reader()
+    reader.end.feed(reader.answer(0, 3) + answers(4, bytes(SIZE * COUNT)))
+    assert reader.end.terminated() == Terminated(1, 1, 1)
+    assert reader.sink.content[: 3 * SIZE] == reader.data[: 3 * SIZE]
+    assert [c[1] for c in reader.end.sent()] == [FLUSHED] * (COUNT - 3 + 1)
 
 
 @pytest.mark.parametrize("opcode", [runs.OP_REQUEST, runs.OP_RESPONSE])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiordma.drivers.soft import ddp, mpa, runs
+from aiordma.drivers.soft import ddp, mpa
 from aiordma.drivers.soft.mpa import Framer
 from aiordma.enums import Access, AsyncEventType, Opcode, QPState, WCStatus
 from aiordma.types import SGE
@@ -192,6 +192,20 @@ def test_crc() -> None:
     assert target.end.terminated() == Terminated(2, 0, 2)
     assert target.all.content == b"good" + bytes(60)
     assert target.end.reports[0][0] is AsyncEventType.QP_FATAL
+
+
+@pytest.mark.skipif(not mpa.CRC32C_AVAILABLE, reason="needs the package crc32c")
+@pytest.mark.parametrize("right", [True, False])
+def test_crc_of_a_short_fpdu(right: bool) -> None:
+    """An FPDU too short for a header is believed to be that only when its CRC is here, and right."""
+    target = Target(crc=True)
+    short = bytearray(b"".join(Framer(crc=True, markers=False).frame([fpdu(b"\xc1\x40" + bytes(3))])))
+    if not right:
+        short[5] ^= 1
+    assert target.end.endpoint.receive(memoryview(short), len(short) - 1) == 0
+    assert target.end.endpoint.state is QPState.RTS
+    target.end.feed(bytes(short))
+    assert target.end.terminated() == (Terminated(1, 1, 1) if right else Terminated(2, 0, 2))
 
 
 def test_headers_of_a_refused_write() -> None:
@@ -415,13 +429,17 @@ def test_sge_of_the_failed_receive() -> None:
 
 
 def test_answers_that_left_in_part_are_answers() -> None:
-    """Of responses joined in one buffer the peer may have some, and ask for more, before the last left."""
+    """A peer has a large answer, and may ask for more, before the CRC field behind the payload has left."""
     end = End()
-    source = end.memory(64, Access.REMOTE_READ)
-    end.endpoint.start(agreed(ird=8), initiator=True, mulpdu=1000, joined=True)
-    end.feed(runs.encode_request(1, 8, source.key, [source.addr] * 8))
+    source = end.memory(10_000, Access.REMOTE_READ)
+    end.endpoint.start(agreed(ird=1), initiator=True, mulpdu=65_518)
+    end.feed(read_request(source.key, source.addr, 10_000))
+    end.endpoint.fill()
     outbox = end.endpoint.outbox
-    assert len(outbox.small) == 1
-    outbox.small_left(28)
-    end.feed(read_request(source.key, source.addr, 8, msn=9))
-    assert end.endpoint.state is QPState.RTS
+    *_, trailer = outbox.made[0]
+    outbox.made[0] = (trailer,)
+    outbox.partial = True
+    end.feed(read_request(source.key, source.addr, 8, msn=2))
+    assert not end.endpoint.refused
+    end.feed(read_request(source.key, source.addr, 8, msn=3))
+    assert end.endpoint.terminating

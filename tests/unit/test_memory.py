@@ -9,7 +9,7 @@ import gc
 import mmap
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, cast
 
@@ -311,18 +311,35 @@ def test_pool_never_gives_the_same_twice(steps: list[tuple[int, bool]]) -> None:
 
 
 def test_memory_is_used_again(domain: Domain) -> None:
-    """An allocation that is gone, or closed, makes room for the next of its size."""
+    """An allocation that is gone makes room for the next of its size."""
     first = domain.pd.alloc(100)
     addr = first.addr
     del first
     gc.collect()
     second = domain.pd.alloc(128)
     assert second.addr == addr
-    second.deregister()
-    second.deregister()
-    third = domain.pd.alloc(65)
-    assert third.addr == addr
     assert domain.pd.alloc(65).addr != addr
+    second.deregister()
+    second.deregister()
+    assert domain.pd.alloc(65).addr != addr
+    del second
+    gc.collect()
+    assert domain.pd.alloc(65).addr == addr
+
+
+@pytest.mark.parametrize("take", [lambda view: view, lambda view: view[3:5], np.asarray, lambda view: view.cast("B")])
+def test_a_view_keeps_an_allocation(domain: Domain, take: Callable[[memoryview], object]) -> None:
+    """Memory isn't given out again while anything still shows it, though its allocation is gone."""
+    allocation = domain.pd.alloc(100)
+    addr = allocation.addr
+    shown = take(allocation.view)
+    allocation.deregister()
+    del allocation
+    gc.collect()
+    assert domain.pd.alloc(100).addr != addr
+    del shown
+    gc.collect()
+    assert addr in [other.addr for other in [domain.pd.alloc(100) for _ in range(2)]]
 
 
 def test_a_slice_keeps_an_allocation(domain: Domain) -> None:

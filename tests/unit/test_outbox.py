@@ -102,6 +102,17 @@ def test_cut_keeps_what_was_begun() -> None:
     assert outbox.queued == 1
 
 
+def test_cut_keeps_small_ones_behind_a_full_socket() -> None:
+    """Small FPDUs put in while others didn't all leave stay up to the number too."""
+    outbox = Outbox()
+    outbox.put(b"first")
+    outbox.small_left(2)
+    for fpdu in (b"second", b"third", b"fourth"):
+        outbox.put(fpdu)
+    outbox.cut(3)
+    assert [b"".join(fpdu) for fpdu in outbox.made] == [b"rst", b"second", b"third"]
+
+
 @given(sent=st.integers(0, 5), keep=st.integers(0, 12), small=st.integers(0, 3), framed=st.integers(0, 3))
 def test_cut(sent: int, keep: int, small: int, framed: int) -> None:
     """Made FPDUs up to the number stay, and what isn't made is forgotten."""

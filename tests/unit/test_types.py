@@ -25,6 +25,8 @@ REGION = RemoteRegion(0x1000, 100, 7)
 @given(addr=U64, length=U64, rkey=U32, behind=st.binary(max_size=40))
 def test_codec(addr: int, length: int, rkey: int, behind: bytes) -> None:
     """20 bytes, big-endian; decoded from the front of more."""
+    length = min(length, (1 << 64) - addr)
+    length -= length == 1 << 64
     region = RemoteRegion(addr, length, rkey)
     data = region.to_bytes()
     assert data == addr.to_bytes(8, "big") + length.to_bytes(8, "big") + rkey.to_bytes(4, "big")
@@ -47,6 +49,16 @@ def test_out_of_range(values: tuple[int, int, int]) -> None:
     """Numbers that don't fit the encoding are refused."""
     with pytest.raises(ValueError, match="must be"):
         RemoteRegion(*values)
+
+
+@pytest.mark.parametrize(("addr", "length"), [((1 << 64) - 8, 9), (2, (1 << 64) - 1), (5, (1 << 64) - 4)])
+def test_beyond_the_address_space(addr: int, length: int) -> None:
+    """A region that leaves the address space is refused, also where a peer sent it."""
+    data = addr.to_bytes(8, "big") + length.to_bytes(8, "big") + bytes(4)
+    with pytest.raises(ValueError, match="address space"):
+        RemoteRegion(addr, length, 0)
+    with pytest.raises(ValueError, match="address space"):
+        RemoteRegion.from_bytes(data)
 
 
 def test_not_a_number() -> None:

@@ -8,41 +8,35 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from contextvars import Context
+from functools import partial
 from typing import Final
 
 from aiordma.drivers.base import CMEvent, DriverQP
-from aiordma.drivers.soft.ddp import encode_terminate
+from aiordma.drivers.soft.acceptor import Acceptor
+from aiordma.drivers.soft.handshake import mpa_config, receive_frame, refuse_reply, send_whole
 from aiordma.drivers.soft.link import Link
-from aiordma.drivers.soft.mpa import (
-    CRC32C_AVAILABLE,
-    INSUFFICIENT_IRD,
-    LOCAL_ERROR,
-    NO_COMMON_RTR,
-    NOT_NEGOTIATED,
-    Framer,
-    Initiator,
-    MPAConfig,
-    Negotiated,
-    Responder,
-    StartupFrame,
-    parse_frame,
+from aiordma.drivers.soft.mpa import LOCAL_ERROR, NOT_NEGOTIATED, Initiator, Negotiated, Responder, StartupFrame
+from aiordma.drivers.soft.rnic import NAME, SoftContext, SoftQP
+from aiordma.drivers.soft.sockets import (
+    bound_socket,
+    open_socket,
+    set_keepalive,
+    set_tos,
+    unwatch,
+    watch_readable,
+    watch_writable,
 )
-from aiordma.drivers.soft.rnic import MAX_READS, NAME, SoftContext, SoftQP
 from aiordma.enums import CMEventType, RejectReason
-from aiordma.errors import ProtocolError, UnsupportedError
+from aiordma.errors import ProtocolError
 from aiordma.types import ConnParam, SocketAddress
 
 #: Seconds for the Reply, and for the Request behind an accepted TCP connection: siw's own.
 REPLY_TIMEOUT: Final = 10.0
 REQUEST_TIMEOUT: Final = 5.0
-#: The largest start-up frame: header and 512 bytes.
-_FRAME_MAX: Final = 532
-_ACCEPTS_PER_WAKEUP: Final = 64
+#: Bytes behind a Request that are kept for after its answer. An initiator may send none (RFC 5044 section 7.1).
+_EARLY_MAX: Final = 4096
 _REFUSED: Final = frozenset({errno.ECONNREFUSED})
-
-
-def _family(addr: SocketAddress) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in str(addr[0]) else socket.AF_INET
 
 
 class SoftCMID:
@@ -70,9 +64,13 @@ class SoftCMID:
         self._private_data = b""
         self._link: Link | None = None
         self._ended = False
-        #: Of a listener: accepted connections whose Request hasn't come.
+        #: Of a listener: what accepts, and the connections whose Request hasn't been reported.
+        self._acceptor: Acceptor | None = None
         self._arriving: set[SoftCMID] = set()
-        self._backlog = 0
+        #: Of a connection that came in: its listener, and where it counts until its request is answered.
+        self._listener: SoftCMID | None = None
+        self._waits_at: Acceptor | None = None
+        self._gone = "the peer left before it was accepted"
 
     # -- both sides -------------------------------------------------------------------------------------------------
 
@@ -86,11 +84,15 @@ class SoftCMID:
             if not self._destroyed:
                 self._channel.on_event(event)
 
-        self._loop.call_soon(report)
+        self._soon(report)
+
+    def _soon(self, callback: Callable[[], None]) -> None:
+        self._loop.call_soon(callback, context=Context())
 
     def _start_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         self._stop_timer()
-        self._timer = self._loop.call_later(seconds, callback)
+        # A timer that is cancelled keeps its context until its time would have come.
+        self._timer = self._loop.call_later(seconds, callback, context=Context())
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -101,37 +103,8 @@ class SoftCMID:
         self._stop_timer()
         sock, self._sock = self._sock, None
         if sock is not None:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(sock.fileno())
-                self._loop.remove_writer(sock.fileno())
+            unwatch(self._loop, sock)
             sock.close()
-
-    def _open_socket(self, family: socket.AddressFamily) -> socket.socket:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        return sock
-
-    def _receive_frame(self, *, reply: bool) -> StartupFrame | None:
-        """Read what is there of a start-up frame; None if it isn't all there.
-
-        Raises:
-            ProtocolError: it isn't one.
-            ConnectionError: the peer closed.
-        """
-        assert self._sock is not None
-        try:
-            data = self._sock.recv(_FRAME_MAX)
-        except (BlockingIOError, InterruptedError):
-            return None
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
-        self._received += data
-        parsed = parse_frame(self._received, reply=reply)
-        if parsed is None:
-            return None
-        frame, size = parsed
-        del self._received[:size]
-        return frame
 
     def _establish(self, agreed: Negotiated, *, initiator: bool) -> None:
         """The handshake is done: hand the socket over to a link."""
@@ -140,9 +113,8 @@ class SoftCMID:
         qp = self._qp
         assert sock is not None
         assert qp is not None
-        self._loop.remove_reader(sock.fileno())
-        self._loop.remove_writer(sock.fileno())
-        _configure(sock, self._param)
+        unwatch(self._loop, sock)
+        set_keepalive(sock, self._param)
         link = Link(
             self._loop, sock, qp.endpoint, agreed, self._channel.context.staging, qp.progress, self._link_closed
         )
@@ -159,7 +131,7 @@ class SoftCMID:
         )
         link.start(initiator, agreed, bytes(self._received))
         self._received.clear()
-        self._loop.call_soon(qp.progress)
+        self._soon(qp.progress)
 
     def _link_closed(self) -> None:
         if self._qp is not None and not self._ended:
@@ -182,9 +154,13 @@ class SoftCMID:
         if self._responder is not None and self._sock is not None:
             self.reject(b"")
         self._close_socket()
+        self._answered()
+        if self._listener is not None:
+            self._listener._arriving.discard(self)  # noqa: SLF001
+        if self._acceptor is not None:
+            self._acceptor.close()
         for arriving in list(self._arriving):
             arriving.destroy()
-        self._arriving.clear()
         if self._link is not None:
             self._link.release()
         self._channel.forget(self)
@@ -193,17 +169,8 @@ class SoftCMID:
 
     def bind_addr(self, addr: SocketAddress) -> None:
         """Bind a listener's or a client's address (rdma_bind_addr)."""
-        sock = self._open_socket(_family(addr))
-        try:
-            if sock.family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(addr)
-        except OSError:
-            sock.close()
-            raise
-        self._sock = sock
-        self.local_addr = sock.getsockname()
+        self._sock = bound_socket(addr)
+        self.local_addr = self._sock.getsockname()
         self.device_name = NAME
 
     def resolve_addr(self, src: SocketAddress | None, dst: SocketAddress, timeout: float) -> None:
@@ -221,35 +188,21 @@ class SoftCMID:
         """Connect TCP, then send the MPA Request (rdma_connect)."""
         assert isinstance(qp, SoftQP)
         self._qp, self._param, self._private_data = qp, param, private_data
-        self._initiator = Initiator(self._config())
+        self._initiator = Initiator(mpa_config(param, self._revision))
         request = self._initiator.request(private_data)
         assert self._dst is not None
-        sock = self._sock or self._open_socket(_family(self._dst))
+        sock = self._sock or open_socket(self._dst)
         self._sock = sock
         self._received.clear()
         if param.tos is not None:
-            _set_tos(sock, param.tos)
+            set_tos(sock, param.tos)
         if self._src is not None:
             sock.bind(self._src)
         status = sock.connect_ex(self._dst)
         if status in (0, errno.EINPROGRESS):
-            self._loop.add_writer(sock.fileno(), self._tcp_connected, request)
+            watch_writable(self._loop, sock, partial(self._tcp_connected, request))
         else:
             self._failed(status)
-
-    def _config(self) -> MPAConfig:
-        param = self._param
-        if param.crc and not CRC32C_AVAILABLE:
-            raise UnsupportedError("ConnParam(crc=True) needs CRC32C, which isn't here: pip install 'aiordma[crc]'")
-        depth = param.initiator_depth
-        resources = param.responder_resources
-        return MPAConfig(
-            ird=MAX_READS if resources is None else min(resources, MAX_READS),
-            ord=MAX_READS if depth is None else min(depth, MAX_READS),
-            crc=param.crc,
-            crc_available=CRC32C_AVAILABLE,
-            revision=self._revision,
-        )
 
     def _tcp_connected(self, request: bytes) -> None:
         sock = self._sock
@@ -262,7 +215,7 @@ class SoftCMID:
                 sent = sock.send(request)  # at most 532 bytes, into an empty socket buffer
                 if sent == len(request):
                     self.local_addr = sock.getsockname()
-                    self._loop.add_reader(sock.fileno(), self._reply_readable)
+                    watch_readable(self._loop, sock, self._reply_readable)
                     self._start_timer(REPLY_TIMEOUT, self._no_reply)
                     return
                 status = errno.ENOBUFS
@@ -297,14 +250,15 @@ class SoftCMID:
 
     def _reply_readable(self) -> None:
         assert self._initiator is not None
+        assert self._sock is not None
         reply = None
         try:
-            reply = self._receive_frame(reply=True)
+            reply = receive_frame(self._sock, self._received, reply=True)
             if reply is None:
                 return
             agreed = self._initiator.complete(reply)
         except ProtocolError as error:
-            self._refuse_reply(reply, error)
+            refuse_reply(self._sock, self._param, reply, error)
             self._close_socket()
             self._emit(CMEventType.CONNECT_ERROR, status=-errno.EPROTO, reason=f"the MPA Reply is faulty: {error}")
         except OSError as error:
@@ -331,85 +285,47 @@ class SoftCMID:
                 reason="the peer's program rejected the connection",
             )
 
-    def _refuse_reply(self, reply: StartupFrame | None, error: ProtocolError) -> None:
-        """Tell the peer by a Terminate why its Reply won't do, if it was a Reply (RFC 6581 section 6)."""
-        if reply is None or error.code not in (INSUFFICIENT_IRD, NO_COMMON_RTR):
-            return
-        framer = Framer(crc=self._param.crc or reply.crc, markers=reply.markers)
-        self._send_reply(b"".join(framer.frame([encode_terminate(error, b"")])))
-
     # -- the passive side -------------------------------------------------------------------------------------------
 
     def listen(self, backlog: int) -> None:
-        """Accept TCP connections, and report each whose MPA Request came (rdma_listen)."""
+        """Accept TCP connections, and report each whose MPA Request came (rdma_listen).
+
+        No more than `backlog` wait for their Request or for its answer; the others wait in the kernel.
+        """
         assert self._sock is not None
-        self._backlog = max(1, backlog)
         self._sock.listen(backlog)
-        self._loop.add_reader(self._sock.fileno(), self._acceptable)
+        sock, self._sock = self._sock, None
+        self._acceptor = Acceptor(self._loop, sock, backlog, self._arrived)
 
-    def _acceptable(self) -> None:
-        for _ in range(_ACCEPTS_PER_WAKEUP):
-            if self._sock is None or len(self._arriving) >= self._backlog:
-                # More wait in the kernel; each Request that comes or doesn't makes room.
-                if self._sock is not None:
-                    self._loop.remove_reader(self._sock.fileno())
-                return
-            try:
-                sock, addr = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                self._accept_failed(error)
-                return
-            sock.setblocking(False)
-            arriving = SoftCMID(self._channel)
-            arriving.device_name = NAME
-            arriving._arrive(self, sock, addr)
-
-    def _accept_failed(self, error: OSError) -> None:
-        """Out of descriptors or memory: leave the queue alone for a second, as asyncio does, and say so."""
-        assert self._sock is not None
-        self._loop.call_exception_handler(
-            {"message": f"the listener at {self.local_addr} can't accept; it tries again in 1 s", "exception": error}
-        )
-        self._loop.remove_reader(self._sock.fileno())
-        self._start_timer(1.0, self._accept_again)
-
-    def _accept_again(self) -> None:
-        self._timer = None
-        if self._sock is not None:
-            self._loop.add_reader(self._sock.fileno(), self._acceptable)
+    def _arrived(self, sock: socket.socket, addr: SocketAddress) -> None:
+        arriving = SoftCMID(self._channel)
+        arriving.device_name = NAME
+        arriving._arrive(self, sock, addr)
 
     def _arrive(self, listener: SoftCMID, sock: socket.socket, addr: SocketAddress) -> None:
         self._sock = sock
         self.peer_addr = addr
         self._listener = listener
+        self._waits_at = listener._acceptor
         listener._arriving.add(self)
         self._channel.ids.add(self)
         try:
             self.local_addr = sock.getsockname()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it is gone already
-            self._not_arrived()
+            self.destroy()
             return
-        self._loop.add_reader(sock.fileno(), self._request_readable)
-        self._start_timer(REQUEST_TIMEOUT, self._not_arrived)
-
-    def _left_listener(self) -> None:
-        listener = self._listener
-        listener._arriving.discard(self)  # noqa: SLF001
-        if listener._timer is None:  # noqa: SLF001
-            listener._accept_again()  # noqa: SLF001
-
-    def _not_arrived(self) -> None:
-        """No Request, or none worth the name: close without a word (RFC 5044 section 7.1)."""
-        self.destroy()
-        self._left_listener()
+        watch_readable(self._loop, sock, self._request_readable)
+        self._start_timer(REQUEST_TIMEOUT, self.destroy)
 
     def _request_readable(self) -> None:
-        responder = Responder(self._config())
+        """Report the Request; who sends none worth the name is closed without a word (RFC 5044 section 7.1)."""
+        sock, listener = self._sock, self._listener
+        assert sock is not None
+        assert listener is not None
+        responder = Responder(mpa_config(self._param, self._revision))
         try:
-            frame = self._receive_frame(reply=False)
+            frame = receive_frame(sock, self._received, reply=False)
             if frame is None:
                 return
             responder.request(frame)
@@ -417,22 +333,23 @@ class SoftCMID:
             if error.code == LOCAL_ERROR:  # no CRC here: the peer may know
                 self._responder = responder
                 self.reject(str(error).encode())
-            self._not_arrived()
+            self.destroy()
             return
         except OSError:
-            self._not_arrived()
+            self.destroy()
             return
-        assert self._sock is not None
         self._stop_timer()
         self._responder = responder
         self._frame = frame
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.call_soon(self._left_listener)
+        unwatch(self._loop, sock)  # libuv watches a socket that was reset meanwhile only if told anew
+        watch_readable(self._loop, sock, self._early_readable)
+        # Right before the report, and not yet: a listener destroyed in between still has to destroy this one.
+        self._soon(partial(listener._arriving.discard, self))  # noqa: SLF001
         self._emit_event(
             CMEvent(
                 event=CMEventType.CONNECT_REQUEST,
                 id=self,
-                listen_id=self._listener,
+                listen_id=listener,
                 private_data=frame.private_data,
                 # A peer that tells nothing is shown as 0, as siw does.
                 responder_resources=frame.ord if frame.ord != NOT_NEGOTIATED else 0,
@@ -440,40 +357,54 @@ class SoftCMID:
             )
         )
 
+    def _early_readable(self) -> None:
+        """Notice a peer that leaves while its request waits for an answer; the answer finds out."""
+        assert self._sock is not None
+        try:
+            while data := self._sock.recv(_EARLY_MAX):
+                self._received += data
+                if len(self._received) > _EARLY_MAX:
+                    self._gone = "the peer sent data before it was accepted, which MPA forbids"
+                    break
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass
+        self._received.clear()
+        self._close_socket()
+
+    def _answered(self) -> None:
+        """Make room for another connection at the listener. Idempotent."""
+        acceptor, self._waits_at = self._waits_at, None
+        if acceptor is not None:
+            acceptor.left()
+
     def accept(self, qp: DriverQP, param: ConnParam, private_data: bytes) -> None:
         """Send the Reply and enter full operation (rdma_accept)."""
         assert isinstance(qp, SoftQP)
         assert self._frame is not None
         self._qp, self._param = qp, param
-        config = self._config()
+        config = mpa_config(param, self._revision)
         responder = Responder(config)
         responder.request(self._frame)
         reply, agreed = responder.accept(private_data, config.ird, config.ord)
-        if self._send_reply(reply):
+        self._answered()
+        if send_whole(self._sock, reply):
             self._establish(agreed, initiator=False)
         else:
             self._close_socket()
-            self._emit(
-                CMEventType.CONNECT_ERROR, status=-errno.ECONNRESET, reason="the peer left before it was accepted"
-            )
+            self._emit(CMEventType.CONNECT_ERROR, status=-errno.ECONNRESET, reason=self._gone)
 
     def reject(self, private_data: bytes) -> None:
         """Send a Reply that says no, and close (rdma_reject)."""
         assert self._responder is not None
         reply = self._responder.reject(private_data)
+        self._answered()
         if self._sock is not None:
-            self._send_reply(reply)
+            send_whole(self._sock, reply)
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
         self._close_socket()
-
-    def _send_reply(self, reply: bytes) -> bool:
-        if self._sock is None:
-            return False
-        try:
-            return self._sock.send(reply) == len(reply)
-        except OSError:
-            return False
 
 
 class SoftCMChannel:
@@ -499,27 +430,3 @@ class SoftCMChannel:
         """Destroy what is left."""
         for cm_id in list(self.ids):
             cm_id.destroy()
-
-
-def _set_tos(sock: socket.socket, tos: int) -> None:
-    if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, tos)
-    else:
-        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
-
-
-def _configure(sock: socket.socket, param: ConnParam) -> None:
-    """Set what the parameters ask for; a peer that vanished is noticed within twice the keep-alive."""
-    if param.keepalive is None:
-        return
-    seconds = max(1, int(param.keepalive))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Three probes in as much time again as the idle time before them.
-    for name, value in (
-        ("TCP_KEEPIDLE", seconds),
-        ("TCP_KEEPINTVL", max(1, seconds // 3)),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", seconds * 2000),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -15,7 +15,7 @@ from aiordma.drivers.soft.outbox import Outbox
 from aiordma.drivers.soft.receive_queue import Message, ReceiveQueue, TooLong
 from aiordma.drivers.soft.responder import Responder
 from aiordma.drivers.soft.send_queue import COPY_LIMIT, CompletionSink, ReadRun, SendFault, SendQueue
-from aiordma.drivers.soft.stag import LocalFault, StagTable
+from aiordma.drivers.soft.stag import LocalFault, Region, StagTable
 from aiordma.enums import AsyncEventType, QPState, WCStatus
 from aiordma.errors import ProtocolError
 from aiordma.types import RecvWR, RunWR, SendWR
@@ -39,12 +39,24 @@ _READ: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
 
 
 class Placement:
-    """The rest of an FPDU that goes from the socket straight into registered memory."""
+    """The rest of an FPDU that goes from the socket straight into registered memory.
 
-    __slots__ = ("control", "left", "message", "size", "tail", "views")
+    Attributes:
+        region: of a WRITE, that of the memory, while it is registered.
+        revoked: it was deregistered meanwhile.
+    """
+
+    __slots__ = ("control", "left", "message", "region", "revoked", "size", "tail", "views")
 
     def __init__(
-        self, control: int, views: list[memoryview], size: int, tail: int, message: Message | None = None
+        self,
+        control: int,
+        views: list[memoryview],
+        size: int,
+        tail: int,
+        *,
+        message: Message | None = None,
+        region: Region | None = None,
     ) -> None:
         self.control = control
         self.views = views
@@ -54,6 +66,21 @@ class Placement:
         #: Pad and CRC field behind the payload.
         self.tail = tail
         self.message = message
+        self.region = region
+        self.revoked = False
+        if region is not None:
+            region.borrowers.add(self)
+
+    def end(self) -> None:
+        """Nothing more is placed."""
+        if self.region is not None:
+            self.region.borrowers.discard(self)
+
+    def revoke(self) -> None:
+        """Let what still comes go nowhere."""
+        self.views = [memoryview(bytearray(self.left))]
+        self.region = None
+        self.revoked = True
 
 
 class Endpoint:
@@ -249,8 +276,10 @@ class Endpoint:
             views[0] = views[0][count:]
         if placement.left:
             return 0
-        self.placement = None
+        self._end_placement()
         try:
+            if placement.revoked:
+                raise fault(ddp.DDP_TAGGED, ddp.BAD_STAG)
             if placement.message is None:
                 self._tagged_done(placement.control, placement.size)
             elif placement.control & ddp.LAST:
@@ -262,6 +291,11 @@ class Endpoint:
         except SendFault as error:
             self._fail(error)
         return placement.tail
+
+    def _end_placement(self) -> None:
+        placement, self.placement = self.placement, None
+        if placement is not None:
+            placement.end()
 
     def ended(self, reason: str, *, orderly: bool = False) -> None:
         """The stream's end came: whatever is outstanding has no answer any more.
@@ -278,9 +312,10 @@ class Endpoint:
             return
         self.draining = True
         self.state = QPState.ERR
-        self.placement = None
+        self._end_placement()
         self.send_queue.flush(None, 0, 0)
         self.outbox.cut(0)
+        self.responder.flush()
 
     @property
     def in_message(self) -> bool:
@@ -315,7 +350,8 @@ class Endpoint:
             size = length - ddp.TAGGED_ULPDU
             _, _, stag, to = _TAGGED(buf, pos)
             views = list(self._tagged(control, stag, to, size))
-            placement = Placement(control, views, size, pad_and_crc)
+            region = self._stags.regions[stag] if opcode == ddp.OP_WRITE else None
+            placement = Placement(control, views, size, pad_and_crc, region=region)
             head = 16
         elif ddp.OP_SEND <= opcode <= ddp.OP_SEND_SE_INV and length > ddp.UNTAGGED_ULPDU + COPY_LIMIT:
             if not self.receive_queue.receive_posted:
@@ -323,7 +359,8 @@ class Endpoint:
             ddp.check_control(control)
             message = self.receive_queue.segment(buf, pos, control)
             size = length - ddp.UNTAGGED_ULPDU
-            placement = Placement(control, self.receive_queue.place(message, size), size, pad_and_crc, message)
+            views = self.receive_queue.place(message, size)
+            placement = Placement(control, views, size, pad_and_crc, message=message)
             head = 20
         else:
             return 0
@@ -536,7 +573,8 @@ class Endpoint:
         """Enter IBV_QPS_ERR. Of the FPDUs that haven't left, those up to number `keep` still may."""
         self.state = QPState.ERR
         self.draining = False
-        self.placement = None
+        self._end_placement()
         self.send_queue.flush(failed, status, vendor_err)
         self.receive_queue.flush(0)
         self.outbox.cut(keep)
+        self.responder.flush()

@@ -7,11 +7,13 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
+from contextvars import Context
 from itertools import chain, islice
 from typing import Final
 
 from aiordma.drivers.soft.endpoint import Endpoint
 from aiordma.drivers.soft.mpa import Framer, Negotiated, mulpdu
+from aiordma.drivers.soft.sockets import watch_readable, watch_writable
 from aiordma.enums import Opcode
 
 #: ULPDU towards our own kind: the length field's limit, less what would make a tagged payload end off a cache line.
@@ -27,6 +29,8 @@ _PEEK_INTERVAL: Final = 0.25
 _TCP_ESTABLISHED: Final = 1
 #: Seconds after a wake-up until the socket is looked at again, on a loop that may forget it.
 _CHECK_AFTER: Final = 0.25
+#: Reads at most of what came before the end that a send noticed.
+_LAST_READS: Final = 1024
 _WRITE: Final = int(Opcode.RDMA_WRITE)
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
@@ -51,6 +55,8 @@ class Link:
         on_closed: Callable[[], None],
     ) -> None:
         self._loop = loop
+        #: Of what the loop calls: the opener's, or a poster's, isn't to live as long as the connection.
+        self._context = Context()
         self._sock: socket.socket | None = sock
         self._fd = sock.fileno()
         self._endpoint = endpoint
@@ -97,11 +103,11 @@ class Link:
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
-    def _readable(self) -> None:
-        """Read and process once."""
+    def _readable(self) -> bool:
+        """Read and process once; False if nothing was there."""
         sock = self._sock
         if sock is None:
-            return
+            return False
         staging = self._staging
         endpoint = self._endpoint
         placement = endpoint.placement
@@ -118,25 +124,29 @@ class Link:
             else:
                 count = end = sock.recv_into(staging)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             self.error = error
             self._lost(f"the connection broke: {error.strerror}")
-            return
+            return False
         if not count:
+            if self.error is not None:  # a send met it first
+                self._lost(f"the connection broke: {self.error.strerror}")
+                return False
             whole = not self._carry and not self._skip and not endpoint.in_message
             if whole:
                 self._lost("the peer closed the connection", orderly=True)
             else:
                 self._lost("the peer closed the connection in the middle of a message")
-            return
+            return False
         self._fresh = True
         self._feed(start, end)
         if self._outbox.sent < self._outbox.queued:
             self.flush()
         self._on_progress()
         if self._forgetful and self._check is None and self._sock is not None:
-            self._check = self._loop.call_later(_CHECK_AFTER, self._check_again)
+            self._check = self._loop.call_later(_CHECK_AFTER, self._check_again, context=self._context)
+        return True
 
     def _check_again(self) -> None:
         """Look once more after data came, though nothing called for it.
@@ -186,13 +196,17 @@ class Link:
 
     def _resume(self) -> None:
         self._cancel_timer()
+        self._watch()
+
+    def _watch(self) -> None:
+        assert self._sock is not None
         self._reading = True
-        self._loop.add_reader(self._fd, self._readable)
+        watch_readable(self._loop, self._sock, self._readable)
 
     def _pause(self) -> None:
         self._loop.remove_reader(self._fd)
         self._reading = False
-        self._timer = self._loop.call_later(_PEEK_INTERVAL, self._peek)
+        self._timer = self._loop.call_later(_PEEK_INTERVAL, self._peek, context=self._context)
 
     def _peek(self) -> None:
         """Look whether the peer is still there while its data may not be read."""
@@ -205,7 +219,7 @@ class Link:
             self._endpoint.receive_queue.bound = 1 << 62
             self._resume()
         else:
-            self._timer = self._loop.call_later(_PEEK_INTERVAL, self._peek)
+            self._timer = self._loop.call_later(_PEEK_INTERVAL, self._peek, context=self._context)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +234,7 @@ class Link:
             self.flush()
         elif not self._flush_scheduled and not self._writing:
             self._flush_scheduled = True
-            self._loop.call_soon(self._flush_posted)
+            self._loop.call_soon(self._flush_posted, context=self._context)
 
     def _flush_posted(self) -> None:
         self._flush_scheduled = False
@@ -254,14 +268,34 @@ class Link:
         except (BlockingIOError, InterruptedError):
             self._wait_writable()
         except OSError as error:
-            self.error = error
-            self._lost(f"the connection broke: {error.strerror}")
+            self._send_failed(error)
         if self._send_queue.leaving:
             self._send_queue.records_left()
 
+    def _send_failed(self, error: OSError) -> None:
+        """The peer is gone, but what it sent before may still be here: send nothing more, and read it first."""
+        if self._loop.is_closed():
+            self._lost("")  # nobody can read it
+        elif self.error is None:
+            self.error = error
+            self._writing = self._outbox.blocked = True
+            # Not here: this may be within a post.
+            self._loop.call_soon(self._read_last, context=self._context)
+
+    def _read_last(self) -> None:
+        """Read what came before the end that a send noticed, then end."""
+        # It is all that will come, so it may be read whatever the bound.
+        self._endpoint.receive_queue.bound = 1 << 62
+        reads = _LAST_READS
+        while reads and self._readable():
+            reads -= 1
+        assert self.error is not None
+        self._lost(f"the connection broke: {self.error.strerror}")
+
     def _wait_writable(self) -> None:
         self._writing = self._outbox.blocked = True
-        self._loop.add_writer(self._fd, self._writable)
+        assert self._sock is not None
+        watch_writable(self._loop, self._sock, self._writable)
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._fd)
@@ -343,9 +377,8 @@ class Link:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         if not self._reading:
-            self._loop.add_reader(self._fd, self._readable)
-            self._reading = True
-        self._timer = self._loop.call_later(LINGER, self._lost, "the peer didn't close its side")
+            self._watch()
+        self._timer = self._loop.call_later(LINGER, self._lost, "the peer didn't close its side", context=self._context)
 
     def _lost(self, reason: str, *, orderly: bool = False) -> None:
         """The stream is over; the end is reported when the messages that came before it are delivered."""
@@ -354,10 +387,10 @@ class Link:
         self.close()
         if self._loop.is_closed():
             return  # nobody can be told
-        self._endpoint.ended(reason, orderly=orderly and not self._shut)
+        self._endpoint.ended(reason, orderly=orderly)
         if self._shut and self._endpoint.draining:
             self._endpoint.to_error()  # this side is closing: nobody will receive what is left
-        self._loop.call_soon(self._on_progress)
+        self._loop.call_soon(self._on_progress, context=self._context)
         if not self._endpoint.draining:
             self._on_closed()
 

@@ -51,8 +51,10 @@ class Outbox:
     def put(self, fpdu: bytes) -> None:
         """Queue one small FPDU, or several that count as one."""
         self.queued += 1
-        if self.made or self._messages:
+        if self._messages:
             self._messages.append(iter(((fpdu,),)))
+        elif self.made:
+            self.made.append((fpdu,))
         else:
             self.small.append(fpdu)
 
@@ -102,6 +104,17 @@ class Outbox:
         self.partial = False
         if self.framed:
             self.framed = max(0, self.framed - count)
+
+    def detach(self, first: int, last: int) -> bool:
+        """Have FPDUs `first` to `last`, as far as they are made and didn't leave, refer to copies of their memory.
+
+        Returns:
+            Whether the last of them is made.
+        """
+        made = self.made
+        for index in range(max(first - self.sent - 1, 0), min(last - self.sent, len(made))):
+            made[index] = tuple(map(bytes, made[index]))
+        return last <= self.sent + len(made)
 
     def cut(self, keep: int) -> None:
         """Forget what didn't leave yet, but for made FPDUs up to number `keep`, and for one that left in part."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Self
 
 from aiordma.drivers.soft import ddp, runs
 from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_PROTECTION, fault
@@ -37,6 +38,8 @@ class Responder:
         self._resources = 0
         #: Number in the outbox of each response that may not have left yet.
         self._responses: list[int] = []
+        #: Those sent from registered memory, until they are known to have left.
+        self._lent: deque[_Response] = deque()
         self.request_msn = 1
         self.atomic_msn = 0
 
@@ -64,12 +67,31 @@ class Responder:
             outbox.put(b"".join((header, view, TRAILERS[ulpdu & 3])))
         elif size:
             region, view = self._stags.read_source(self._pd, stag, to, size)
-            limit = self._payload_limit
-            segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, sink_stag, sink_to, [view], size, limit)
-            outbox.put_message(_while_registered(region, segments), -(-size // limit))
+            self._respond(region, view, sink_stag, sink_to, size)
         else:  # the source of an empty READ must not be checked
             outbox.put(_PACK_TAGGED(14, _RESPONSE_LAST, sink_stag, sink_to) + TRAILERS[2])
         self._responses.append(outbox.queued)
+
+    def _respond(self, region: Region, view: memoryview, stag: int, to: int, size: int) -> None:
+        """Answer a READ from its source's own memory."""
+        outbox = self._outbox
+        limit = self._payload_limit
+        segments = ddp.tagged_segments(ddp.OP_READ_RESPONSE, stag, to, [view], size, limit)
+        first = outbox.queued + 1
+        response = _Response(region, segments, outbox, first, outbox.queued - (-size // limit))
+        outbox.put_message(response, response.last + 1 - first)
+        # Those before it that left: forgotten here, so that nothing needs to watch what leaves.
+        lent = self._lent
+        while lent and lent[0].last <= outbox.sent:
+            lent.popleft().give_back()
+        lent.append(response)
+
+    def flush(self) -> None:
+        """The outbox was cut: what is left of the responses in it needs no registered memory any more."""
+        for response in self._lent:
+            response.give_back()
+            response.revoke()  # the cut leaves what is begun, and may leave more
+        self._lent.clear()
 
     def run_request(self, buf: memoryview, pos: int, length: int) -> None:
         """Answer a run of READs in one message, as far as none of them is refused."""
@@ -140,14 +162,42 @@ class Responder:
 
     def _drop_sent_responses(self) -> None:
         """Forget the numbers of responses that left: done seldom, and many at once."""
-        # Of a run's responses, joined in one buffer, some are there before it has left as a whole.
+        # A large payload is placed, and its READ done, before the CRC field behind it has left.
         sent = self._outbox.sent + self._outbox.partial
         self._responses = [number for number in self._responses if number > sent]
 
 
-def _while_registered(region: Region, segments: Iterator[ddp.FPDU]) -> Iterator[ddp.FPDU]:
-    """Make the segments of a response as long as its source is registered."""
-    for segment in segments:
-        if not region.registered:
+class _Response:
+    """The segments of a response that is sent from its source's own memory, as long as that is registered.
+
+    Attributes:
+        last: number of its last FPDU in the outbox.
+    """
+
+    __slots__ = ("_first", "_outbox", "_region", "_segments", "last")
+
+    def __init__(self, region: Region, segments: Iterator[ddp.FPDU], outbox: Outbox, first: int, last: int) -> None:
+        self._region: Region | None = region
+        self._segments: Iterator[ddp.FPDU] | None = segments
+        self._outbox = outbox
+        self._first = first
+        self.last = last
+        region.borrowers.add(self)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> ddp.FPDU:
+        if self._segments is None:
             raise fault(RDMAP_PROTECTION, ddp.BAD_STAG)
-        yield segment
+        return next(self._segments)
+
+    def give_back(self) -> None:
+        """Nothing of it refers to the region any more."""
+        if self._region is not None:
+            self._region.borrowers.discard(self)
+
+    def revoke(self) -> None:
+        """Send what is made as it is now; the rest, if there is any, isn't made."""
+        self._region = None
+        self._segments = iter(()) if self._outbox.detach(self._first, self.last) else None

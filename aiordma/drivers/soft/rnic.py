@@ -281,5 +281,5 @@ class SoftContext:
 
     def close(self) -> None:
         """Close the device: every key is invalid."""
-        self.stags.regions.clear()
+        self.stags.clear()
         self._handler = None

@@ -418,13 +418,14 @@ class SendQueue:
             if not isinstance(entry, ReadRun):
                 self.outstanding.append(entry)
                 continue
-            requests = entry.wr.expand(entry.start)
             place = posted.index(entry.wr)
+            # Behind one that isn't done those with a response haven't completed either.
+            requests = entry.wr.expand(0 if place else entry.start)
             del posted[place]
             for wr in reversed(requests):
                 wr.driver_data = False
                 posted.insert(place, wr)
-            for wr in requests:
+            for wr in requests[entry.start - entry.wr.count :]:
                 sge = wr.sg_list[0]
                 start = sge.addr - entry.base
                 view = entry.memory[start : start + sge.length]
@@ -482,13 +483,9 @@ class SendQueue:
         """Complete everything as flushed, but `failed` with `status` (the move to IBV_QPS_ERR)."""
         self.hold = True
         self.unroll()
-        if any(isinstance(wr, RunWR) for wr in self._stalled):
-            self._stalled = deque(
-                chain.from_iterable(wr.expand() if isinstance(wr, RunWR) else (wr,) for wr in self._stalled)
-            )
         pending = self._sink.pending
         for queue in (self._posted, self._stalled):
-            for wr in queue:
+            for wr in chain.from_iterable(wr.expand() if isinstance(wr, RunWR) else (wr,) for wr in queue):
                 error = status if wr is failed else WCStatus.WR_FLUSH_ERR
                 pending.append((wr.wr_id, int(error), 0, 0, self._qp_num, 0, 0, vendor_err if wr is failed else 0))
             queue.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from aiordma.drivers.soft.ddp import (
     ACCESS,
@@ -48,10 +48,21 @@ class LocalFault(Exception):  # noqa: N818 - never leaves the driver: it becomes
         self.status = status
 
 
-class Region:
-    """A registered memory region (DriverMR)."""
+class Borrower(Protocol):
+    """What holds a region's memory for a peer across turns of the loop, by a key that was checked once."""
 
-    __slots__ = ("access", "addr", "length", "lkey", "pd", "rkey", "table", "whole")
+    def revoke(self) -> None:
+        """The region is deregistered: let go of its memory now."""
+
+
+class Region:
+    """A registered memory region (DriverMR).
+
+    Attributes:
+        borrowers: what holds its memory for a peer; nothing small does.
+    """
+
+    __slots__ = ("access", "addr", "borrowers", "length", "lkey", "pd", "rkey", "table", "whole")
 
     def __init__(self, table: StagTable, pd: object, buffer: Buffer, addr: int, length: int, access: int) -> None:
         self.table = table
@@ -60,6 +71,7 @@ class Region:
         self.addr = addr
         self.length = length
         self.access = access
+        self.borrowers: set[Borrower] = set()
         self.lkey = self.rkey = table.add(self)
 
     @property
@@ -68,9 +80,15 @@ class Region:
         return self.table.regions.get(self.rkey) is self
 
     def close(self) -> None:
-        """Deregister: the key is unknown at once; memory is let go when nothing posted names it."""
+        """Deregister: the key is unknown at once, and what peers had begun by it ends.
+
+        Memory is let go when nothing posted names it.
+        """
         if self.registered:
             del self.table.regions[self.rkey]
+            borrowers, self.borrowers = self.borrowers, set()
+            for borrower in borrowers:
+                borrower.revoke()
 
 
 class StagTable:
@@ -88,6 +106,11 @@ class StagTable:
             pass
         self.regions[stag] = region
         return stag
+
+    def clear(self) -> None:
+        """Deregister everything."""
+        for region in list(self.regions.values()):
+            region.close()
 
     def local(self, pd: object, sge: SGE, right: int = 0) -> memoryview:
         """Give the memory of a gather or scatter element of this side's own.

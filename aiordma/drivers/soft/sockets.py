@@ -1,0 +1,76 @@
+"""The soft device's sockets: how they are made, the options that ConnParam asks for, and how the loop watches them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextvars import Context
+
+from aiordma.types import ConnParam, SocketAddress
+
+
+def open_socket(addr: SocketAddress) -> socket.socket:
+    """Make a non-blocking TCP socket of this address's family."""
+    sock = socket.socket(socket.AF_INET6 if ":" in str(addr[0]) else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    return sock
+
+
+def bound_socket(addr: SocketAddress) -> socket.socket:
+    """Make a socket and bind it; one of IPv6 leaves IPv4 to others."""
+    sock = open_socket(addr)
+    try:
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(addr)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def set_tos(sock: socket.socket, tos: int) -> None:
+    """Set the type of service, or the traffic class."""
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, tos)
+    else:
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
+
+
+def set_keepalive(sock: socket.socket, param: ConnParam) -> None:
+    """Have a peer that vanished noticed within twice the keep-alive."""
+    if param.keepalive is None:
+        return
+    seconds = max(1, int(param.keepalive))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Three probes in as much time again as the idle time before them.
+    for name, value in (
+        ("TCP_KEEPIDLE", seconds),
+        ("TCP_KEEPINTVL", max(1, seconds // 3)),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", seconds * 2000),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def watch_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket, callback: Callable[[], object]) -> None:
+    """Call back whenever the socket is readable, in an empty context.
+
+    The loop keeps the context of whoever adds a reader, and all that is in it, as long as the reader.
+    """
+    Context().run(loop.add_reader, sock.fileno(), callback)
+
+
+def watch_writable(loop: asyncio.AbstractEventLoop, sock: socket.socket, callback: Callable[[], object]) -> None:
+    """Call back whenever the socket is writable, in an empty context."""
+    Context().run(loop.add_writer, sock.fileno(), callback)
+
+
+def unwatch(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Watch the socket no more, if the loop is still there."""
+    if not loop.is_closed():
+        loop.remove_reader(sock.fileno())
+        loop.remove_writer(sock.fileno())
