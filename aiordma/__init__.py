@@ -9,7 +9,18 @@ from aiordma.completion import CompletionQueue
 from aiordma.connection import Connection
 from aiordma.connector import connect
 from aiordma.device import AsyncEvent, Context, ProtectionDomain, devices, open_device
-from aiordma.enums import Access, AsyncEventType, Opcode, QPState, RejectReason, SendFlags, WCOpcode, WCStatus
+from aiordma.enums import (
+    Access,
+    AsyncEventType,
+    CMEventType,
+    Opcode,
+    QPState,
+    RejectReason,
+    SendFlags,
+    WCFlags,
+    WCOpcode,
+    WCStatus,
+)
 from aiordma.errors import (
     AddressError,
     BrokenError,
@@ -49,6 +60,7 @@ __all__ = [
     "Batch",
     "BrokenError",
     "BusyError",
+    "CMEventType",
     "Capabilities",
     "ClosedError",
     "CompletionError",
@@ -88,6 +100,7 @@ __all__ = [
     "Server",
     "UnreachableError",
     "UnsupportedError",
+    "WCFlags",
     "WCOpcode",
     "WCStatus",
     "connect",

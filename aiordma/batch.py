@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiordma.enums import Opcode
-from aiordma.errors import CompletionError, FlushedError, RDMAError
+from aiordma.errors import ClosedError, CompletionError, FlushedError, RDMAError
 from aiordma.slots import RUN_LENGTH, RunSlot, SendSlot
 from aiordma.types import Buffer, RemoteRegion, bounds
 
@@ -36,28 +36,36 @@ class Batch:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._qp = connection.qp
+        self._max_msg_size = connection.capabilities.max_msg_size
+        self._ended = False
         self._slots: list[SendSlot | RunSlot] = []
+
+    def _add(self, slot: SendSlot | RunSlot) -> None:
+        if self._ended:
+            self._drop([slot])
+            raise ClosedError("the batch was posted: begin another one")
+        self._slots.append(slot)
 
     def __len__(self) -> int:
         return sum(slot.count for slot in self._slots)
 
     def read(self, remote: RemoteRegion, into: Memory) -> None:
         """Add a READ; see `Connection.read`."""
-        if into.length > remote.length or not into.writable:
+        if into.length > min(remote.length, self._max_msg_size) or not into.writable:
             raise self._connection.unreadable(into, remote)
-        self._slots.append(self._qp.slot(_READ, (into,), remote.addr, remote.rkey, None, 0))
+        self._add(self._qp.slot(_READ, (into,), remote.addr, remote.rkey, None, 0))
 
     def write(self, remote: RemoteRegion, data: Memory | Buffer | Sequence[Memory]) -> None:
         """Add a WRITE; see `Connection.write`."""
         sg_list, inline, length = self._connection.source(data)
         if length > remote.length:
             raise ValueError(f"{length} bytes to write, but the remote region has {remote.length}")
-        self._slots.append(self._qp.slot(_WRITE, sg_list, remote.addr, remote.rkey, inline, 0))
+        self._add(self._qp.slot(_WRITE, sg_list, remote.addr, remote.rkey, inline, 0))
 
     def send(self, data: Memory | Buffer | Sequence[Memory]) -> None:
         """Add a SEND; see `Connection.send`."""
         sg_list, inline, _ = self._connection.source(data)
-        self._slots.append(self._qp.slot(Opcode.SEND, sg_list, 0, 0, inline, 0))
+        self._add(self._qp.slot(Opcode.SEND, sg_list, 0, 0, inline, 0))
 
     def fetch_add(self, remote: RemoteRegion, value: int) -> asyncio.Future[int]:
         """Add a FETCH_ADD; see `Connection.fetch_add`. The future is done when the block has ended."""
@@ -74,7 +82,7 @@ class Batch:
         slot.swap = swap & 0xFFFFFFFFFFFFFFFF
         slot.finish = landing.take
         slot.future = future = asyncio.get_running_loop().create_future()
-        self._slots.append(slot)
+        self._add(slot)
         return future
 
     def read_many(self, remote: RemoteRegion, offsets: Sequence[int], size: int, *, into: Memory) -> None:
@@ -99,6 +107,8 @@ class Batch:
         count = len(offsets)
         if opcode == _READ and not memory.writable:
             raise self._connection.unreadable(memory, remote)
+        if size > self._max_msg_size:
+            raise ValueError(f"{size} bytes are more than one request of this device carries")
         if size < 0 or count * size > memory.length:
             raise ValueError(f"{count} pieces of {size} bytes, but the local memory has {memory.length}")
         base = remote.addr
@@ -118,7 +128,7 @@ class Batch:
             local_addrs = range(first, first + (end - start) * size, size) if size else [first] * (end - start)
             run = RunSlot(opcode, size, memory.lkey, remote.rkey, local_addrs, remote_addrs[start:end])
             run.sg_list = (memory,)
-            self._slots.append(run)
+            self._add(run)
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,6 +137,7 @@ class Batch:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         slots, self._slots = self._slots, []
+        self._ended = True
         if exc is not None:
             self._drop(slots)
         elif slots:
@@ -141,18 +152,16 @@ class Batch:
 
     async def _post(self, slots: list[SendSlot | RunSlot]) -> None:
         failures: list[BaseException] = []
-        shared = slots[-1].future is not None  # an atomic's, which its owner may cancel
+        if slots[-1].future is not None:
+            # An atomic's, which its owner may cancel: the block's end needs one of its own.
+            slots.append(self._qp.slot(_WRITE, (), 0, 0, b"", 0))
         try:
             last = self._qp.post_list(slots, failures)
         except RDMAError:
             self._drop(slots)
             raise
-        # Its outcome is among the failures: waiting for it must not raise.
-        if shared:
-            await asyncio.wait((last,))
-        else:
-            with contextlib.suppress(RDMAError, OSError):
-                await last
+        with contextlib.suppress(RDMAError, OSError):  # its outcome is among the failures
+            await last
         if failures:
             raise _one(failures)
 

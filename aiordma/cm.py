@@ -240,6 +240,8 @@ async def resolve_host(host: str | None, port: int, *, passive: bool = False) ->
     Raises:
         AddressError: it doesn't resolve.
     """
+    if not 0 <= port <= 0xFFFF:
+        raise ValueError(f"a port is 0 to 65535, not {port}")
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0)

@@ -147,8 +147,10 @@ class Connection:
             if not memory.writable:
                 raise self.unreadable(memory, remote)
         length = sum([memory.length for memory in sg_list])
-        if length > remote.length:
-            raise ValueError(f"{length} bytes to read, but the remote region has {remote.length}")
+        if length > min(remote.length, self._max_msg_size):
+            raise ValueError(
+                f"{length} bytes to read: the remote region has {remote.length}, a request {self._max_msg_size}"
+            )
         return self.qp.post_send(_READ, sg_list, remote.addr, remote.rkey, None, _SIGNALED | fence)
 
     def write(

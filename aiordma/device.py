@@ -145,6 +145,7 @@ class ProtectionDomain:
         self.pool = MemoryPool(self)
         self.closed = False
         self._qps: weakref.WeakSet[QueuePair] = weakref.WeakSet()
+        self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
 
     def register(self, buffer: Buffer, *, access: Access | None = None) -> MemoryRegion:
         """Register a buffer (ibv_reg_mr): bytearray, mmap, array, NumPy array, anything contiguous.
@@ -164,7 +165,9 @@ class ProtectionDomain:
             access = Access(0) if memoryview(buffer).readonly else Access.LOCAL_WRITE
         elif access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC):
             access |= Access.LOCAL_WRITE  # verbs demand it (ibv_reg_mr)
-        return MemoryRegion(self, exported(buffer, access), access)
+        region = MemoryRegion(self, exported(buffer, access), access)
+        self._regions.add(region)
+        return region
 
     def alloc(self, length: int, *, access: Access = Access.LOCAL_WRITE) -> MemoryRegion:
         """Allocate registered memory: from the pool for local use, else a zeroed region with a key of its own."""
@@ -187,13 +190,15 @@ class ProtectionDomain:
             await qp.idle(memory)
 
     def close(self) -> None:
-        """Free the domain and its pool (ibv_dealloc_pd); its queue pairs end first. Idempotent."""
+        """Free the domain and its pool (ibv_dealloc_pd); its queue pairs end first, its regions with it. Idempotent."""
         if not self.closed:
             self.closed = True
             for qp in list(self._qps):
                 qp.refuse(ClosedError("the protection domain was closed"))
                 qp.close()
             self.pool.close()
+            for region in list(self._regions):
+                region.deregister()
             self.driver.close()
 
 
@@ -236,8 +241,8 @@ def loop_state() -> LoopState:
     state = _states.get(loop)
     if state is None:
         # A state refers to its loop, so weak keys wouldn't free it: those of closed loops go when another one comes.
-        for closed in [known for known in _states if known.is_closed()]:
-            del _states[closed]
+        for closed in [known for known in list(_states) if known.is_closed()]:
+            _states.pop(closed, None)  # loops may live in several threads
         state = _states[loop] = LoopState(loop)
     return state
 

@@ -265,7 +265,8 @@ def listen(
         host: name or address to listen at; None or "" is every address, IPv4 and IPv6.
         port: 0 for any that is free, the same on every endpoint; see `Listener.port`.
         device: "soft", "rdma" or a device's name; by default AIORDMA_DEVICE, else every device there is.
-        backlog: connections that may be between TCP connect and request at once.
+        backlog: requests that may wait for an answer at once, connections that have not sent theirs included. More wait
+            in the kernel, until you accept or reject one; those of peers that left count until then too.
         param: of the connections to be; `accept` may take others.
         pd: a protection domain of your own for their memory; by default the device's.
 
@@ -292,7 +293,14 @@ async def _bind(host: str | None, port: int, device: str | None, backlog: int) -
             for address in addresses:
                 cm_id = CMID(state, driver)
                 cm_ids.append(cm_id)
-                cm_id.bind_addr((address[0], number, *address[2:]))
+                try:
+                    cm_id.bind_addr((address[0], number, *address[2:]))
+                except OSError as error:
+                    # A kernel without IPv6 resolves it all the same; asyncio's servers pass over it too.
+                    if error.errno not in _NO_FAMILY or (len(cm_ids) == 1 and address is addresses[-1]):
+                        raise
+                    cm_ids.pop().destroy()
+                    continue
                 number = int(cm_id.local_addr[1])
             for cm_id in cm_ids:
                 cm_id.listen(backlog)
@@ -311,6 +319,8 @@ async def _bind(host: str | None, port: int, device: str | None, backlog: int) -
             return cm_ids
     raise AssertionError("unreachable: the last try raises")
 
+
+_NO_FAMILY: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 _BIND_HINTS: Final = {
     errno.EADDRINUSE: "another program listens there; take another port, or 0 for a free one",

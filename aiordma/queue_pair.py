@@ -8,10 +8,11 @@ the future. What the device can't take yet waits here, in order.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import Any, Final, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from aiordma.completion import CompletionQueue
 from aiordma.drivers.base import Completion, DriverContext, DriverPD, DriverQP, PostError
@@ -23,6 +24,9 @@ from aiordma.types import SGE, ConnParam
 from aiordma.write_buffer import WriteBuffer
 
 __all__ = ["QueuePair"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 _READ: Final = Opcode.RDMA_READ
@@ -66,6 +70,10 @@ class QueuePair:
         except BaseException:
             self.cq.release(self._entries)
             raise
+        if loop.get_debug():
+            self.post_send = _only_in(loop, self.post_send)  # type: ignore[method-assign]
+            self.post_read = _only_in(loop, self.post_read)  # type: ignore[method-assign]
+            self.post_list = _only_in(loop, self.post_list)  # type: ignore[method-assign]
         self._post_send = self.driver.post_send
         self.qp_num = self.driver.qp_num
         self.cq.qps[self.qp_num] = self
@@ -89,7 +97,7 @@ class QueuePair:
         self._collected: Collected | None = None
         #: No READ was posted since the last completion: the next one goes at once.
         self._fresh = True
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers: list[asyncio.Future[None]] = []
         #: The first failure, seen before it was its completion's turn: its wr_id and exception.
         self._foreseen: tuple[int, CompletionError] | None = None
         #: Something waits for completions, besides futures: `pump()` is to be called after them.
@@ -298,13 +306,13 @@ class QueuePair:
             ready[-1].send_flags |= _SIGNALED
             if self._post_now(ready):
                 self.cq.defer()  # in the next turn: completing here would pump again, deeper and deeper
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher()
+        self._wake_watchers()
         self.attention = bool(self._waiting.watched or self._watchers)
 
     def _post_failed(self, slots: Sequence[SendSlot | RunSlot], error: Exception) -> None:
         """The device refused a post, or the rest of a list: nothing leaks, and each request gets the reason."""
+        if not isinstance(error, OSError):
+            self.fault(f"the driver failed: {error!r}")  # what it has of these requests is anybody's guess
         posted = error.posted if isinstance(error, PostError) else 0
         taken = 0
         while posted >= slots[taken].count:
@@ -381,8 +389,10 @@ class QueuePair:
         # The common case of _settle, in line: it is on the path of every operation.
         future = done.future
         if future is not None and not future.done():
-            finish = done.finish
-            future.set_result(None if finish is None else finish())
+            if done.finish is None:
+                future.set_result(None)
+            else:
+                _finish(future, done.finish)
         done.future = done.finish = done.group = done.inline_data = None
         done.sg_list = ()
         self._free.append(done)
@@ -423,7 +433,10 @@ class QueuePair:
             if error is not None:
                 self.told |= reject(future, error, quiet=slot.group is not None)
             elif not future.done():
-                future.set_result(None if finish is None else finish())
+                if finish is None:
+                    future.set_result(None)
+                else:
+                    _finish(future, finish)
         self._recycle(slot)
 
     def _recycle(self, slot: SendSlot | RunSlot) -> None:
@@ -548,24 +561,32 @@ class QueuePair:
     async def flushed(self) -> None:
         """Wait until the ledger is empty: no request of this queue pair is with the device."""
         while (self._ledger or self._receives) and not self.closed:
-            await self._watch()
+            await self._progress()
 
     async def settled(self) -> None:
         """Wait until every send request posted so far, and those that wait, completed."""
         while self.in_flight and not self.closed:
-            await self._watch()
+            await self._progress()
 
-    def _watch(self) -> asyncio.Future[None]:
-        """Give a future that is done after the next completions."""
-        future: asyncio.Future[None] = self._create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        self._watchers.append(wake)
+    async def _progress(self) -> None:
+        """Wait for the next completions; unsignalled requests at the end get what retires them."""
+        if self._ledger and not self._ledger[-1].send_flags & _SIGNALED and self.failure is None:
+            self._retire()
+            return  # to be asked again: it may have completed in the post
+        watcher: asyncio.Future[None] = self._create_future()
+        self._watchers.append(watcher)
         self.attention = True
-        return future
+        try:
+            await watcher
+        finally:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)
+
+    def _wake_watchers(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
 
     async def idle(self, memory: SGE) -> None:
         """Wait until no posted request names any of `memory`."""
@@ -586,7 +607,7 @@ class QueuePair:
             )
 
         while named() and not self.closed:
-            await self._watch()
+            await self._progress()
 
     def close(self) -> None:
         """Destroy (ibv_destroy_qp); what is still posted ends as flushed. Idempotent."""
@@ -610,9 +631,7 @@ class QueuePair:
         for receive in self._receives.clear():
             reject(receive.future, self._flushed_error(receive))
         self._ledger.clear()
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher()
+        self._wake_watchers()
 
     # -- flow control -----------------------------------------------------------------------------------------------
 
@@ -650,3 +669,23 @@ class QueuePair:
 
     def __repr__(self) -> str:
         return f"<QueuePair {self.qp_num} {self.state.name} in flight {self.in_flight}>"
+
+
+def _finish(future: asyncio.Future[Any], finish: Callable[[], Any]) -> None:
+    """Resolve a future with what `finish` makes; its failure is this future's, not that of others in the same poll."""
+    try:
+        future.set_result(finish())
+    except Exception as error:  # noqa: BLE001 - MemoryError, or whatever a caller's function raises
+        future.set_exception(error)
+
+
+def _only_in(loop: asyncio.AbstractEventLoop, method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a method so that its use from another loop or thread raises (asyncio's debug mode)."""
+
+    @functools.wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if asyncio._get_running_loop() is not loop:  # noqa: SLF001 - as asyncio's own check does it
+            raise RuntimeError(f"{method.__qualname__} is called from another loop or thread than the queue pair's")
+        return method(*args, **kwargs)
+
+    return checked

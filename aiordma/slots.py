@@ -101,7 +101,7 @@ def is_single(slot: SendSlot | RunSlot) -> bool:
 
 
 def reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: bool = False) -> bool:
-    """Set a future's exception, if somebody still waits for it; tells whether that is so.
+    """Set a future's exception, if somebody may wait for it; tells whether a failure was told by that, no mere flush.
 
     A flush is marked as retrieved: one broken link may flush thousands, and the first failure is the loud one. So is
     one that is reported otherwise.
@@ -109,6 +109,7 @@ def reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: b
     if future is None or future.done():
         return quiet
     future.set_exception(error)
-    if quiet or isinstance(error, FlushedError):
+    flushed = isinstance(error, FlushedError)
+    if quiet or flushed:
         future.exception()
-    return True
+    return quiet or not flushed

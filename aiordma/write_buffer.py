@@ -97,7 +97,11 @@ class WriteBuffer:
         if self.size > self.high or len(self._slots) > self._max_requests:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._drainers.append(future)
-            await future
+            try:
+                await future
+            finally:
+                if future in self._drainers:
+                    self._drainers.remove(future)
 
     def wake(self) -> None:
         """End every `drain()`."""

@@ -194,3 +194,5 @@ async def test_parameters_of_the_listener() -> None:
                 await asyncio.gather(client.send(bytes(size + 1)), return_exceptions=True)
                 with pytest.raises(BrokenError, match="recv_size"):
                     await server.recv()
+                with pytest.raises(BrokenError):
+                    await client.recv()

@@ -71,7 +71,7 @@ CASES = {
     "below by its length": Bad(shifted(-LENGTH), "base or bounds"),
     "above by its length": Bad(shifted(LENGTH), "base or bounds"),
     "address zero": Bad(lambda remote: RemoteRegion(0, LENGTH, remote.rkey), "base or bounds"),
-    "address wraps": Bad(lambda remote: RemoteRegion(_TOP - 8, LENGTH, remote.rkey), "wraps"),
+    "end of the address space": Bad(lambda remote: RemoteRegion(_TOP - LENGTH, LENGTH, remote.rkey), "base or bounds"),
     "local key only": Bad(same, "access rights", access=Access.LOCAL_WRITE),
 }
 READS = CASES | {

@@ -115,6 +115,8 @@ async def test_handler_sees_broken(loop_errors: LoopErrors) -> None:
         await asyncio.gather(client.write(aiordma.RemoteRegion(0, 8, 0), bytes(8)), return_exceptions=True)
         await until(lambda: loop_errors)
         assert isinstance(loop_errors.pop()["exception"], BrokenError)
+        with pytest.raises(BrokenError):
+            await client.close()
 
 
 async def test_handler_is_cancelled() -> None:

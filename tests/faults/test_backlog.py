@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 import aiordma
-from aiordma import ConnectError, ConnectRequest, Listener
+from aiordma import ConnectError, Connection, ConnectRequest, Listener
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawListener, RawPeer
 from tests.faults.support import dial, until
@@ -64,10 +64,8 @@ def _reset(peer: RawPeer) -> None:
 # -- the backlog ------------------------------------------------------------------------------------------------------
 
 
-async def _accept(request: ConnectRequest) -> None:
-    conn = await request.accept()
-    conn.abort()
-    await conn.close()
+async def _accept(request: ConnectRequest) -> Connection:
+    return await request.accept()
 
 
 async def _reject(request: ConnectRequest) -> None:
@@ -79,10 +77,11 @@ async def _abandon(request: ConnectRequest) -> None:
 
 
 @pytest.mark.parametrize("answer", [_accept, _reject, _abandon])
-async def test_unanswered_requests(answer: Callable[[ConnectRequest], Awaitable[None]]) -> None:
+async def test_unanswered_requests(answer: Callable[[ConnectRequest], Awaitable[Connection | None]]) -> None:
     """No more requests than the backlog are taken; each answer lets one more in, and none is lost."""
     async with _asked(6, backlog=3) as (listener, _):
         queue = listener._queue
+        accepted = []
         await until(lambda: queue.qsize() == 3)
         await _turns()
         assert queue.qsize() == 3
@@ -91,8 +90,11 @@ async def test_unanswered_requests(answer: Callable[[ConnectRequest], Awaitable[
             await _turns()
             assert queue.qsize() == min(2, 5 - number)  # taken is not answered
             assert request.private_data == bytes([number])
-            await answer(request)
+            accepted.append(await answer(request))
             await until(lambda number=number: queue.qsize() == min(3, 5 - number))  # type: ignore[misc]
+        for conn in filter(None, accepted):
+            conn.abort()
+            await conn.close()
 
 
 async def test_requests_of_peers_that_left() -> None:

@@ -104,6 +104,8 @@ async def test_read_in_flight(host: Host) -> None:
                 await reading
         assert isinstance(caught.value.__cause__, BrokenError)
         assert local.view[BIG - 1] == 0
+        with pytest.raises(BrokenError):
+            await conn.recv()
 
 
 async def test_write_in_flight(host: Host) -> None:

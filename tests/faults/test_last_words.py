@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiordma import Access, BrokenError, Connection
+from aiordma import Access, BrokenError, Connection, FlushedError
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawPeer
 from tests.faults.support import REMOTE, against_raw, until
@@ -63,7 +63,7 @@ async def test_answers(answer: bytes) -> None:
         await notice(conn)
         await reading
         assert sink.view == b"response"
-        with pytest.raises(BrokenError):
+        with pytest.raises(FlushedError):
             await unanswered
 
 

@@ -23,6 +23,8 @@ from aiordma import (
     RemoteError,
 )
 from aiordma.drivers.soft import cm
+from aiordma.drivers.soft.sockets import open_socket
+from aiordma.types import SocketAddress
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawListener, RawPeer
 from tests.faults.support import REMOTE, against_raw, until
@@ -175,16 +177,15 @@ async def test_revision_1_from_a_fixed_port() -> None:
 async def test_no_socket_for_revision_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the second try can't even begin, connect says why, and doesn't wait for ever."""
     opened = 0
-    open_socket = cm.SoftCMID._open_socket
 
-    def second_fails(cm_id: cm.SoftCMID, family: socket.AddressFamily) -> socket.socket:
+    def second_fails(address: SocketAddress) -> socket.socket:
         nonlocal opened
         opened += 1
         if opened == 2:
             raise OSError(24, "Too many open files")
-        return open_socket(cm_id, family)
+        return open_socket(address)
 
-    monkeypatch.setattr(cm.SoftCMID, "_open_socket", second_fails)
+    monkeypatch.setattr("aiordma.drivers.soft.cm.open_socket", second_fails)
     with RawListener() as listener:
         connecting = asyncio.create_task(_refused(listener))
         peer = await listener.accept()
@@ -298,6 +299,8 @@ async def test_ends_in_the_middle_of_a_response() -> None:
         assert isinstance(caught.value.__cause__, BrokenError)
         assert not caught.value.__cause__.orderly
         assert "in the middle of a message" in str(caught.value.__cause__)
+        with pytest.raises(BrokenError, match="in the middle of a message"):
+            await conn.recv()
 
 
 async def test_answers_what_nobody_asked() -> None:

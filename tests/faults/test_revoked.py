@@ -26,6 +26,7 @@ async def exposed(buffer: bytearray, *, rcvbuf: int = 0) -> AsyncIterator[tuple[
             conn = await request.accept()
             await peer.frame()
             yield conn, peer, conn.register(buffer, access=READ_WRITE)
+            peer.close()
             with contextlib.suppress(BrokenError):
                 await conn.close()
 

@@ -294,24 +294,43 @@ def test_a_run_held_back() -> None:
     assert sink.content == bytes(range(64))
 
 
-def test_numbers_wrap_between_runs() -> None:
-    """Run after run across sequence number 2**32: the one that would wrap goes one by one, and all are answered."""
+@pytest.mark.parametrize("before", range(1, 9))
+def test_numbers_wrap_between_runs(before: int) -> None:
+    """Run after run across sequence number 2**32: one that would wrap goes one by one, and all are answered."""
     wire = wired(reads=6)
     wire.pump()
-    wire.client.endpoint.send_queue._request_msn = ddp.MASK32 - 9
-    wire.server.endpoint.responder.request_msn = ddp.MASK32 - 8
+    wire.client.endpoint.send_queue._request_msn = ddp.MASK32 - before
+    wire.server.endpoint.responder.request_msn = ddp.MASK32 - before + 1
     source = wire.server.memory(bytes(range(48)))
     sink = wire.client.memory(48, Access.LOCAL_WRITE)
-    kinds = []
+    messages = []
     for _ in range(4):
         sink.view[:] = bytes(48)
         wire.client.post_run(Opcode.RDMA_READ, sink, range(0, 48, 8), source, range(0, 48, 8), 8)
         wire.to_server.send(1 << 20)
-        kinds.append(len(fpdus(bytes(wire.to_server.stream))))
+        messages.append(len(fpdus(bytes(wire.to_server.stream))))
         wire.pump()
         assert sink.content == bytes(range(48))
-    assert kinds == [1, 6, 1, 1]
+    # One that ends with the last number goes one by one as well, and so does the one behind it, which begins with 0.
+    assert sorted(messages) == ([1, 1, 6, 6] if before == 6 else [1, 1, 1, 6])
     assert wire.idle
+
+
+def test_a_run_does_not_overtake() -> None:
+    """A run stays behind a request that waits for its fence, though there is room for the run."""
+    wire = wired()
+    source = wire.server.memory(bytes(range(64)))
+    sink = wire.client.memory(64, Access.LOCAL_WRITE)
+    wire.server.receive()
+    wire.pump()
+    wire.client.post(Opcode.RDMA_READ, [sink.sge(0, 8)], to=source)
+    wire.client.post(Opcode.SEND, flags=SendFlags.SIGNALED | SendFlags.FENCE)
+    wire.client.post_run(Opcode.RDMA_READ, sink, range(0, 64, 8), source, range(0, 64, 8), 8)
+    wire.to_server.send(1 << 20)
+    assert sent_opcodes(bytes(wire.to_server.stream)) == [ddp.OP_READ_REQUEST]
+    wire.pump()
+    assert [c[1] for c in wire.client.sent()] == [0, 0, 0]
+    assert sink.content == bytes(range(64))
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -358,6 +377,20 @@ def test_terminate_of_a_run_answered_in_part(answered: int, named: int) -> None:
     assert [c[:2] for c in end.sent()] == [
         (first + 2 * n, REFUSED if n == failed else FLUSHED) for n in range(answered, 8)
     ]
+
+
+def test_terminate_behind_what_has_not_left() -> None:
+    """A Terminate names the right READ of a run answered in part behind a WRITE that hasn't left."""
+    end = End()
+    end.endpoint.start(agreed(ird=64, ord=64), initiator=True, mulpdu=65_518, joined=True)
+    memory = end.memory(20_000)
+    end.post(Opcode.RDMA_WRITE, [memory.sge(0, 10_000)], to=memory)
+    run = end.post_run(Opcode.RDMA_READ, memory, range(0, 32, 8), memory, range(0, 32, 8), 8)
+    end.feed(tagged(runs.OP_RESPONSE, 0, 1, bytes(16)))
+    request = ddp.READ_REQUEST.pack(46, ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST, 0, 1, 4, 0, 0, 0, 8, 1, 0)
+    end.feed(ddp.encode_terminate(ddp.fault(ddp.RDMAP_PROTECTION, ddp.BOUNDS), request))
+    assert [c[1] for c in end.sent()] == [FLUSHED] * 4 + [REFUSED]
+    assert run.wr_id == 9
 
 
 def test_a_run_refused_behind_a_large_send() -> None:

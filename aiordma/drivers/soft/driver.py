@@ -43,8 +43,8 @@ class SoftDriver:
             )
         context = self._contexts.get(loop)
         if context is None:
-            for closed in [known for known in self._contexts if known.is_closed()]:
-                del self._contexts[closed]
+            for closed in [known for known in list(self._contexts) if known.is_closed()]:
+                self._contexts.pop(closed, None)
             context = self._contexts[loop] = SoftContext(loop)
         return context
 

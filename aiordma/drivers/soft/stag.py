@@ -151,7 +151,7 @@ class StagTable:
         start = to - region.addr
         end = start + length
         if start < 0 or end > region.length:
-            raise fault(DDP_TAGGED, DDP_TO_WRAP if to + length > MASK64 else BOUNDS)
+            raise fault(DDP_TAGGED, DDP_TO_WRAP if to + length > MASK64 + 1 else BOUNDS)
         return region.whole[start:end]
 
     def read_source(self, pd: object, stag: int, to: int, length: int) -> tuple[Region, memoryview]:
@@ -162,7 +162,7 @@ class StagTable:
         start = to - region.addr
         end = start + length
         if start < 0 or end > region.length:
-            raise fault(RDMAP_PROTECTION, TO_WRAP if to + length > MASK64 else BOUNDS)
+            raise fault(RDMAP_PROTECTION, TO_WRAP if to + length > MASK64 + 1 else BOUNDS)
         return region, region.whole[start:end]
 
     def atomic(
@@ -172,7 +172,7 @@ class StagTable:
         region = self._checked(pd, stag, _REMOTE_ATOMIC)
         start = to - region.addr
         if start < 0 or start + 8 > region.length:
-            raise fault(RDMAP_PROTECTION, TO_WRAP if to + 8 > MASK64 else BOUNDS)
+            raise fault(RDMAP_PROTECTION, TO_WRAP if to + 8 > MASK64 + 1 else BOUNDS)
         if to % 8:
             raise fault(RDMAP_OPERATION, 7)
         (old,) = NATIVE_U64.unpack_from(region.whole, start)
