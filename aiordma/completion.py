@@ -91,7 +91,7 @@ class CompletionQueue:
                 if completion[1] and qp.failure is None:
                     qp.foresee(completions[index:])
                 qp.completed(completion)
-                if qp.attention:
+                if qp.attention and qp not in touched:
                     touched.append(qp)
         for qp in touched:
             qp.pump()

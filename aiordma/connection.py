@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
+import attrs
+
 from aiordma.batch import Batch
 from aiordma.cm import CMID
 from aiordma.device import Context, ProtectionDomain
@@ -81,7 +83,13 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self.pd = pd
         self.context: Context = pd.context
-        self.param = param
+        limits = self.context.capabilities
+        self.param = param = attrs.evolve(
+            param,
+            recv_depth=min(param.recv_depth, limits.max_recv_wr),
+            max_send_wr=min(param.max_send_wr, limits.max_send_wr),
+            max_sge=min(param.max_sge, limits.max_sge),
+        )
         try:
             memory = pd.alloc(param.recv_size * param.recv_depth)
         except OSError as error:
@@ -101,6 +109,7 @@ class Connection:
         self._max_msg_size = self.context.capabilities.max_msg_size
         self._landings: list[_Landing] = []
         self._regions: list[MemoryRegion] = []
+        self._sweep_at = 16
         self._closing: asyncio.Task[None] | None = None
         self._established = False
         self._inbox = Inbox(self.qp, memory, param)
@@ -345,7 +354,9 @@ class Connection:
 
     def _keep(self, region: MemoryRegion) -> MemoryRegion:
         if region.access & _REMOTE:
-            self._regions = [known for known in self._regions if not known.closed]
+            if len(self._regions) >= self._sweep_at:
+                self._regions[:] = [known for known in self._regions if not known.closed]
+                self._sweep_at = 2 * len(self._regions) + 16
             self._regions.append(region)
         return region
 

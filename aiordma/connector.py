@@ -6,7 +6,7 @@ from aiordma.cm import CMID, resolve_host
 from aiordma.connection import Connection
 from aiordma.device import ProtectionDomain, choose_device, driver_of, loop_state
 from aiordma.enums import RejectReason
-from aiordma.errors import ConnectError, RejectedError
+from aiordma.errors import AddressError, ConnectError, RejectedError
 from aiordma.opening import Opening
 from aiordma.types import ConnParam, SocketAddress
 
@@ -62,7 +62,7 @@ async def _connect(
     name = choose_device(device)
     errors: list[ConnectError] = []
     for address in await resolve_host(host, port):
-        source = (await resolve_host(*local_addr))[0] if local_addr else None
+        source = await _local_address(local_addr, address) if local_addr else None
         try:
             return await _connect_address(name, address, source, private_data, param, pd)
         except RejectedError as error:
@@ -74,6 +74,15 @@ async def _connect(
     for other in errors[1:]:
         errors[0].add_note(f"and: {other}")
     raise errors[0]
+
+
+async def _local_address(local_addr: tuple[str, int], address: SocketAddress) -> SocketAddress:
+    """Resolve this side's address, in the family of the peer's."""
+    found = await resolve_host(*local_addr)
+    for candidate in found:
+        if len(candidate) == len(address):
+            return candidate
+    raise AddressError(f"{local_addr[0]} has no address of the family of {address[0]}")
 
 
 async def _connect_address(

@@ -318,6 +318,11 @@ def _at_least(low: int) -> Any:
     return [instance_of(int), ge(low)]
 
 
+def _positive(_: object, attribute: Any, seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"{attribute.name} is more than 0 seconds, or None, not {seconds}")
+
+
 @frozen(kw_only=True)
 class ConnParam:
     """Parameters of a connection (struct rdma_conn_param, and the sizes of its queues).
@@ -342,7 +347,7 @@ class ConnParam:
     #: Receiver-not-ready retries (IB and RoCE), 7 is for ever.
     rnr_retry: int = field(default=7, validator=[instance_of(int), ge(0), le(7)])
     #: Seconds without a sign of life after which the peer's host is asked; None: never.
-    keepalive: float | None = 15.0
+    keepalive: float | None = field(default=15.0, validator=_positive)
     #: IP type of service, None: the system's.
     tos: int | None = field(default=None, validator=attrs.validators.optional([instance_of(int), ge(0), le(255)]))
     #: Soft device: ask for CRC32C on each FPDU (RFC 5044); used if either side asks.

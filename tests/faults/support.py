@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiordma
-from aiordma import Connection, ConnParam, Listener, RemoteRegion
+from aiordma import BrokenError, Connection, ConnParam, Listener, RemoteRegion
 from aiordma.device import loop_state
 from tests.faults.raw_peer import RawListener, RawPeer
 
@@ -35,6 +35,12 @@ async def both(listener: Listener) -> tuple[Connection, Connection]:
     return await connecting, server
 
 
+async def closed(conn: Connection, *, timeout: float = 5.0) -> None:
+    """Close, where it doesn't matter that the connection broke, and whether an operation told so before."""
+    with contextlib.suppress(BrokenError):
+        await conn.close(timeout=timeout)
+
+
 @contextlib.asynccontextmanager
 async def against_raw(answer: bytes | None = None, **param: Any) -> AsyncIterator[tuple[Connection, RawPeer]]:
     """A connection to a raw server, which has answered the Request and does nothing more by itself."""
@@ -45,7 +51,7 @@ async def against_raw(answer: bytes | None = None, **param: Any) -> AsyncIterato
             peer = await answering
         with peer:
             yield conn, peer
-        await conn.close()
+        await closed(conn)
 
 
 def opened() -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 import aiordma
 from aiordma import BrokenError, ConnectError, Connection, ConnParam, FlushedError, RemoteRegion, UnreachableError
 from tests.faults.peers import BIG, peer
-from tests.faults.support import until
+from tests.faults.support import closed, until
 
 _NUMBERS = itertools.count()
 
@@ -77,7 +77,7 @@ async def _connected(host: Host, param: ConnParam) -> AsyncIterator[tuple[Connec
     async with peer("serving-anywhere", netns=host.netns) as process:
         conn = await aiordma.connect(host.address, int(await process.said()), param=param)
         yield conn, RemoteRegion.from_bytes(conn.peer_private_data)
-        await conn.close(timeout=0.1)
+        await closed(conn, timeout=0.1)
 
 
 async def test_idle(host: Host) -> None:

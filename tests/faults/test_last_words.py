@@ -16,7 +16,7 @@ OURS = raw_peer.reply(flags=raw_peer.ENHANCED | raw_peer.OURS_REPLY)
 both_replies = pytest.mark.parametrize("answer", [raw_peer.reply(), OURS], ids=["foreign", "ours"])
 
 
-def notice(conn: Connection) -> asyncio.Future[object]:
+def notice(conn: Connection) -> asyncio.Future[list[BaseException | None]]:
     """Send until the end is noticed, without a turn of the loop in which it could be read."""
     return asyncio.gather(*(conn.send(b"x") for _ in range(3)), return_exceptions=True)
 
@@ -62,9 +62,11 @@ async def test_answers(answer: bytes) -> None:
         peer.reset()
         await notice(conn)
         await reading
-        assert sink.view == b"response"
+        assert bytes(sink.view) == b"response"
         with pytest.raises(FlushedError):
             await unanswered
+        with pytest.raises(BrokenError):
+            await conn.recv()
 
 
 async def test_requests_are_not_answered() -> None:
@@ -76,3 +78,5 @@ async def test_requests_are_not_answered() -> None:
         await notice(conn)
         assert await conn.recv() == b"bye"
         await region.close()
+        with pytest.raises(BrokenError):
+            await conn.recv()

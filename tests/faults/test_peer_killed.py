@@ -24,7 +24,7 @@ from aiordma import (
 from aiordma.testing import connected_pair
 from tests.conftest import LoopErrors
 from tests.faults.peers import BIG, Peer, peer
-from tests.faults.support import both, dial, until
+from tests.faults.support import both, closed, dial, until
 
 _ALL = Access.REMOTE_READ | Access.REMOTE_WRITE
 
@@ -41,7 +41,7 @@ async def _accepted(role: str, length: int = 0) -> AsyncIterator[tuple[Connectio
             yield conn, region, process
         finally:
             async with asyncio.timeout(20):
-                await conn.close()
+                await closed(conn)
             if region is not None:
                 await region.close()
 
@@ -55,7 +55,7 @@ async def _served() -> AsyncIterator[tuple[Connection, RemoteRegion, Peer]]:
             yield conn, RemoteRegion.from_bytes(conn.peer_private_data), process
         finally:
             async with asyncio.timeout(20):
-                await conn.close()
+                await closed(conn)
 
 
 async def _broken(conn: Connection) -> BrokenError:

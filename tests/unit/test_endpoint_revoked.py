@@ -10,7 +10,7 @@ from aiordma.drivers.soft import ddp
 from aiordma.drivers.soft.stag import Region
 from aiordma.enums import Opcode, QPState
 from aiordma.types import SGE, SendWR
-from tests.unit.wire import ALL, End, Pipe, Terminated, agreed, read_request, tagged
+from tests.unit.wire import ALL, End, Pipe, Terminated, agreed, read_request, tagged, untagged
 
 ADDR = 0x10_0000
 SIZE = 60_000
@@ -187,4 +187,14 @@ def test_responses_that_left_hold_nothing() -> None:
         target.end.output()
         assert target.borrowers == 1
     target.endpoint.ended("it broke")
+    assert target.borrowers == 0
+
+
+def test_response_before_messages_that_wait() -> None:
+    """When the stream ends nothing is borrowed any more, though messages are still to be delivered."""
+    target = Target()
+    target.ask()
+    target.end.feed(untagged(ddp.OP_SEND, b"kept"))
+    target.endpoint.ended("it broke")
+    assert target.endpoint.draining
     assert target.borrowers == 0

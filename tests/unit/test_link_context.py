@@ -28,7 +28,9 @@ async def test_callbacks(callback: str, monkeypatch: pytest.MonkeyPatch) -> None
     async with connected_pair() as pair:
         data = bytes(32 << 20)
         target = pair.server.register(bytearray(len(data)), access=Access.REMOTE_WRITE)
-        await pair.client.write(target.remote(), data)
+        writing = pair.client.write(target.remote(), data)
+        await pair.client.send(b"a SEND leaves within the post, and takes along what waits")
+        await writing
         await pair.client.barrier()
         assert seen
     assert not any(seen)

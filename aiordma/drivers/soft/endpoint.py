@@ -12,10 +12,11 @@ from aiordma.drivers.soft import ddp, runs
 from aiordma.drivers.soft.ddp import DDP_UNTAGGED, RDMAP_OPERATION, RDMAP_PROTECTION, fault
 from aiordma.drivers.soft.mpa import RTR, Negotiated, check_crc
 from aiordma.drivers.soft.outbox import Outbox
-from aiordma.drivers.soft.receive_queue import Message, ReceiveQueue, TooLong
+from aiordma.drivers.soft.placement import Placement
+from aiordma.drivers.soft.receive_queue import ReceiveQueue, TooLong
 from aiordma.drivers.soft.responder import Responder
 from aiordma.drivers.soft.send_queue import COPY_LIMIT, CompletionSink, ReadRun, SendFault, SendQueue
-from aiordma.drivers.soft.stag import LocalFault, Region, StagTable
+from aiordma.drivers.soft.stag import LocalFault, StagTable
 from aiordma.enums import AsyncEventType, QPState, WCStatus
 from aiordma.errors import ProtocolError
 from aiordma.types import RecvWR, RunWR, SendWR
@@ -36,51 +37,6 @@ _RESPONSE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_READ_RESPONSE
 _RESPONSE_MORE: Final = ddp.TAGGED | ddp.OP_READ_RESPONSE
 _SEND_LAST: Final = ddp.UNTAGGED_LAST | ddp.OP_SEND
 _READ: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
-
-
-class Placement:
-    """The rest of an FPDU that goes from the socket straight into registered memory.
-
-    Attributes:
-        region: of a WRITE, that of the memory, while it is registered.
-        revoked: it was deregistered meanwhile.
-    """
-
-    __slots__ = ("control", "left", "message", "region", "revoked", "size", "tail", "views")
-
-    def __init__(
-        self,
-        control: int,
-        views: list[memoryview],
-        size: int,
-        tail: int,
-        *,
-        message: Message | None = None,
-        region: Region | None = None,
-    ) -> None:
-        self.control = control
-        self.views = views
-        self.left = sum(map(len, views))
-        #: Payload of the whole FPDU.
-        self.size = size
-        #: Pad and CRC field behind the payload.
-        self.tail = tail
-        self.message = message
-        self.region = region
-        self.revoked = False
-        if region is not None:
-            region.borrowers.add(self)
-
-    def end(self) -> None:
-        """Nothing more is placed."""
-        if self.region is not None:
-            self.region.borrowers.discard(self)
-
-    def revoke(self) -> None:
-        """Let what still comes go nowhere."""
-        self.views = [memoryview(bytearray(self.left))]
-        self.region = None
-        self.revoked = True
 
 
 class Endpoint:

@@ -284,8 +284,7 @@ class Link:
 
     def _read_last(self) -> None:
         """Read what came before the end that a send noticed, then end."""
-        # It is all that will come, so it may be read whatever the bound.
-        self._endpoint.receive_queue.bound = 1 << 62
+        # It is all that will come, so it is read whatever the bound on messages that wait.
         reads = _LAST_READS
         while reads and self._readable():
             reads -= 1
@@ -308,7 +307,9 @@ class Link:
         outbox = self._outbox
         if self._framer is not None:
             for index in range(outbox.framed, count):
-                outbox.made[index] = tuple(self._framer.frame(outbox.made[index]))
+                # A copy: the peer may read memory that its owner changes meanwhile, and a CRC must fit what it is of.
+                whole = b"".join(outbox.made[index])
+                outbox.made[index] = tuple(self._framer.frame((whole,)))
                 outbox.framed = index + 1
 
     def _send_gathered(self, sock: socket.socket) -> bool:

@@ -26,6 +26,7 @@ class Outbox:
     Attributes:
         small: whole FPDUs of one buffer each, to be joined and sent in one call.
         made: FPDUs as gather lists.
+        messages: the messages behind them, as iterators of their segments.
         queued: number of the last FPDU put in.
         sent: number of the last FPDU that left.
         blocked: the socket takes no more for now.
@@ -33,12 +34,12 @@ class Outbox:
         framed: so many of the first ones in `made` have their CRC and markers.
     """
 
-    __slots__ = ("_messages", "blocked", "framed", "made", "partial", "queued", "sent", "small")
+    __slots__ = ("blocked", "framed", "made", "messages", "partial", "queued", "sent", "small")
 
     def __init__(self) -> None:
         self.small: list[bytes] = []
         self.made: deque[FPDU] = deque()
-        self._messages: deque[Iterator[FPDU]] = deque()
+        self.messages: deque[Iterator[FPDU]] = deque()
         self.queued = 0
         self.sent = 0
         self.partial = False
@@ -51,8 +52,8 @@ class Outbox:
     def put(self, fpdu: bytes) -> None:
         """Queue one small FPDU, or several that count as one."""
         self.queued += 1
-        if self._messages:
-            self._messages.append(iter(((fpdu,),)))
+        if self.messages:
+            self.messages.append(iter(((fpdu,),)))
         elif self.made:
             self.made.append((fpdu,))
         else:
@@ -61,7 +62,7 @@ class Outbox:
     def put_message(self, segments: Iterator[FPDU], count: int) -> None:
         """Queue a message of `count` FPDUs, which are made when their turn comes."""
         self.queued += count
-        self._messages.append(segments)
+        self.messages.append(segments)
 
     def fill(self) -> None:
         """Have as many FPDUs as are worth it in `made`, the small ones first."""
@@ -69,11 +70,11 @@ class Outbox:
         if self.small:
             small, self.small = self.small, []
             made.extend((fpdu,) for fpdu in small)
-        while self._messages and (room := _AHEAD - len(made)) > 0:
-            segments = tuple(islice(self._messages[0], room))
+        while self.messages and (room := _AHEAD - len(made)) > 0:
+            segments = tuple(islice(self.messages[0], room))
             made.extend(segments)
             if len(segments) < room:
-                self._messages.popleft()
+                self.messages.popleft()
 
     def small_left(self, size: int) -> None:
         """Note that `size` bytes of the joined `small` left; the rest is now the first of `made`."""
@@ -128,6 +129,6 @@ class Outbox:
             keep = max(keep, 1)
         while len(self.made) > max(keep, 0):
             self.made.pop()
-        self._messages.clear()
+        self.messages.clear()
         self.queued = self.sent + len(self.made)
         self.framed = min(self.framed, len(self.made))

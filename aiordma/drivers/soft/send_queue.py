@@ -266,11 +266,11 @@ class SendQueue:
         return True
 
     def _copied(self, wr: SendWR) -> None:
-        """Complete a request whose payload was copied; behind a full socket, only when it has left.
+        """Complete a request whose payload was copied; behind a full socket or a long message, only when it has left.
 
         So the outbox is bounded by the send queue towards a peer that doesn't read.
         """
-        if self._outbox.blocked:
+        if self._outbox.blocked or self._outbox.messages:
             self._posted.append(wr)
             self.leaving.append((self._outbox.queued, 1, wr))
         elif self._posted:

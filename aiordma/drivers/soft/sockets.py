@@ -43,7 +43,8 @@ def set_keepalive(sock: socket.socket, param: ConnParam) -> None:
     """Have a peer that vanished noticed within twice the keep-alive."""
     if param.keepalive is None:
         return
-    seconds = max(1, int(param.keepalive))
+    # The kernel takes 32,767 s at most (MAX_TCP_KEEPIDLE).
+    seconds = min(max(1, int(param.keepalive)), 32_767)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Three probes in as much time again as the idle time before them.
     for name, value in (
