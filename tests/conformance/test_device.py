@@ -135,7 +135,7 @@ async def test_query_port() -> None:
 async def test_states() -> None:
     """A queue pair is ready when connected, and in error when the connection ended."""
     async with pair() as ends:
-        assert ends.client.qp.state == QPState.RTS == ends.server.qp.state
+        assert [end.qp.state for end in (ends.client, ends.server)] == [QPState.RTS] * 2
         assert ends.client.qp.qp_num != ends.server.qp.qp_num
         assert not ends.client.is_closing()
         await ends.client.close()
