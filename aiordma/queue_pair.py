@@ -375,9 +375,12 @@ class QueuePair:
             self._received(self._receives.completed(completion), completion)
             return
         ledger = self._ledger
-        while (done := ledger.popleft()).wr_id < wr_id:
-            self._credits += done.count
-            self._settle(done, None)
+        try:
+            while (done := ledger.popleft()).wr_id < wr_id:
+                self._credits += done.count
+                self._settle(done, None)
+        except IndexError:
+            return  # of a request whose post raised all the same; the others of this poll shall not suffer
         self._fresh = True
         if isinstance(done, RunSlot):
             self._run_completed(done, completion)

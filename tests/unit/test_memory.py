@@ -278,6 +278,16 @@ def test_a_closed_domain(domain: Domain) -> None:
         domain.pd.alloc(1)
 
 
+def test_closing_a_domain_ends_its_regions(domain: Domain) -> None:
+    """Closing a domain deregisters what is registered with it; regions that are gone or closed are no hindrance."""
+    kept = [domain.pd.register(bytearray(8), access=Access.REMOTE_WRITE) for _ in range(3)]
+    kept.pop().deregister()
+    domain.pd.alloc(8, access=LOCAL | Access.REMOTE_READ).deregister()
+    domain.pd.close()
+    assert not domain.regions
+    assert all(region.closed for region in kept)
+
+
 # -- the pool ------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +357,21 @@ def test_a_slice_keeps_an_allocation(domain: Domain) -> None:
     part = domain.pd.alloc(100)[10:20]
     gc.collect()
     assert domain.pd.alloc(100)[10:20].addr != part.addr
+
+
+def test_a_closed_allocation_has_no_key(domain: Domain) -> None:
+    """What is posted with a closed allocation, or a slice of it, names no memory of the device's."""
+    allocation = domain.pd.alloc(100)
+    allocation.deregister()
+    assert allocation.closed
+    assert {allocation.lkey, allocation.rkey, allocation[10:20].lkey, allocation[10:20].remote().rkey} == {0}
+    assert [mr.length for mr in domain.regions] == [MemoryPool.SLAB_SIZE]  # others' memory is registered by it too
+
+
+def test_allocations_of_many_lengths(domain: Domain) -> None:
+    """Allocations of one size class share one array type: to make a type costs more than all else."""
+    types = {type(domain.pd.alloc(length).view.obj) for length in range(65, 129)}
+    assert len(types) == 1
 
 
 def test_slabs(domain: Domain) -> None:

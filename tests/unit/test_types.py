@@ -61,6 +61,12 @@ def test_beyond_the_address_space(addr: int, length: int) -> None:
         RemoteRegion.from_bytes(data)
 
 
+def test_up_to_the_end_of_the_address_space() -> None:
+    """A region may end where the address space does; its slices are inside."""
+    region = RemoteRegion((1 << 64) - 24, 24, 1)
+    assert region[16:].to_bytes() == ((1 << 64) - 8).to_bytes(8, "big") + (8).to_bytes(8, "big") + bytes((0, 0, 0, 1))
+
+
 def test_not_a_number() -> None:
     """Other types are refused."""
     wrong: Buffer = b"1"

@@ -1,0 +1,185 @@
+"""Which failure a queue pair reports, and whether somebody was told of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiordma.drivers.base import Completion
+from aiordma.enums import AsyncEventType, Opcode, SendFlags, WCStatus
+from aiordma.errors import BrokenError, ClosedError, FlushedError, LocalError, RemoteError
+from tests.unit.fake_driver import FLUSHED, Rig, rig, state
+
+# -- a flush that comes before the failure it is due to ------------------------------------------------------------
+
+
+def _end(r: Rig, wr_id: int, status: int = FLUSHED) -> Completion:
+    """Make an unsuccessful completion."""
+    return (wr_id, int(status), 0, 0, r.qp.qp_num, 0, 0, 0)
+
+
+async def test_flushes_before_the_failure() -> None:
+    """Requests that are flushed before the completion of the one that failed have its failure as their cause."""
+    async with rig() as r:
+        futures = [r.post() for _ in range(4)]
+        waiting = r.post()
+        r.cq.pending += [
+            _end(r, 2), _end(r, 4), _end(r, 6, WCStatus.LOC_PROT_ERR), _end(r, 8),
+        ]  # fmt: skip
+        r.cq.ring()
+        errors = [future.exception() for future in (*futures, waiting)]
+        failure = errors.pop(2)
+        assert isinstance(failure, LocalError)
+        assert (failure.status, failure.opcode) == (WCStatus.LOC_PROT_ERR, Opcode.SEND)
+        assert r.qp.failure is failure
+        assert all(isinstance(error, FlushedError) and error.__cause__ is failure for error in errors)
+
+
+async def test_a_receive_that_failed_behind_flushes() -> None:
+    """The failure that is looked for may be a receive's."""
+    async with rig() as r:
+        receive, send = r.qp.post_recv(()), r.post()
+        r.cq.pending += [_end(r, 2), _end(r, 1, WCStatus.LOC_LEN_ERR)]
+        r.cq.ring()
+        failure = receive.exception()
+        assert isinstance(failure, LocalError)
+        assert r.qp.failure is failure
+        flushed = send.exception()
+        assert flushed is not None
+        assert flushed.__cause__ is failure
+
+
+async def test_a_request_of_a_run_that_failed_behind_flushes() -> None:
+    """The failure that is looked for may be in the middle of a run."""
+    async with rig(max_send_wr=8) as r:
+        memory = r.memory()
+        futures = [r.qp.post_read(memory[:8], n, 0) for n in range(5)]
+        await asyncio.sleep(0)  # the first one went alone, the others as a run
+        r.cq.pending += [_end(r, n, WCStatus.LOC_PROT_ERR if n == 6 else FLUSHED) for n in (2, 4, 6, 8, 10)]
+        r.cq.ring()
+        failure = futures[2].exception()
+        assert isinstance(failure, LocalError)
+        assert failure.opcode == Opcode.RDMA_READ
+        assert [state(future) for future in futures] == [
+            "FlushedError", "done", "LocalError", "FlushedError", "FlushedError",
+        ]  # fmt: skip
+        first = futures[0].exception()
+        assert first is not None
+        assert first.__cause__ is failure
+
+
+async def test_a_failure_of_another_queue_pair() -> None:
+    """A failure that comes behind a flush is taken for its cause only where it is of the same queue pair."""
+    async with rig() as r:
+        other = r.create_qp()
+        mine, theirs = r.post(), other.post_send(Opcode.SEND, ())
+        r.device.reason = "the peer left"
+        r.cq.pending += [_end(r, 2), (2, int(WCStatus.REM_OP_ERR), 0, 0, other.qp_num, 0, 0, 0)]
+        r.cq.ring()
+        assert str(r.qp.failure) == "the peer left"
+        assert isinstance(mine.exception(), FlushedError)
+        assert isinstance(theirs.exception(), RemoteError)
+        assert other.failure is theirs.exception()
+        other.close()
+
+
+# -- told, or not yet ----------------------------------------------------------------------------------------------
+
+
+def _report(r: Rig, event: AsyncEventType = AsyncEventType.QP_FATAL) -> None:
+    assert r.fake.handler is not None
+    r.fake.handler(event, r.qp.qp_num, "the reason")
+    r.cq.ring()
+
+
+async def test_an_untold_failure() -> None:
+    """A failure that nobody was given is given by untold(), once, with its reason and cause."""
+    async with rig() as r:
+        r.qp.peer = ("10.0.0.5", 7471)
+        assert r.qp.untold() is None
+        _report(r)
+        error = r.qp.untold()
+        assert isinstance(error, BrokenError)
+        assert "the reason" in str(error)
+        assert "10.0.0.5" in str(error)
+        assert error.__cause__ is r.qp.failure
+        assert r.qp.untold() is None
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_told_by_a_future(batch: bool) -> None:
+    """A future, or a batch, that got the failure told it."""
+    async with rig() as r:
+        future = r.batch(1)[0] and r.last if batch else r.post()
+        r.complete(1, WCStatus.REM_ACCESS_ERR)
+        assert isinstance(future.exception(), RemoteError)
+        assert r.qp.untold() is None
+
+
+async def test_told_by_a_receive() -> None:
+    """A receive's future that got the failure told it."""
+    async with rig() as r:
+        future = r.qp.post_recv(())
+        r.device.receive(status=WCStatus.LOC_LEN_ERR)
+        r.cq.ring()
+        assert isinstance(future.exception(), LocalError)
+        assert r.qp.untold() is None
+
+
+async def test_told_by_a_post() -> None:
+    """A post that raised the failure told it."""
+    async with rig() as r:
+        _report(r)
+        with pytest.raises(BrokenError, match="the reason"):
+            r.post()
+        assert r.qp.untold() is None
+
+
+async def test_a_cancelled_future_is_told_nothing() -> None:
+    """The failure of a request whose waiter has gone is still to be told."""
+    async with rig() as r:
+        r.post().cancel()
+        r.complete(1, WCStatus.REM_ACCESS_ERR)
+        error = r.qp.untold()
+        assert error is not None
+        assert isinstance(error.__cause__, RemoteError)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+async def test_a_flush_tells_nothing(count: int) -> None:
+    """Futures that were only flushed may have been dropped: the failure is still to be told."""
+    async with rig() as r:
+        futures = [r.post() for _ in range(count)]
+        receive = r.qp.post_recv(())
+        _report(r)
+        assert {state(future) for future in (*futures, receive)} == {"FlushedError"}
+        assert r.qp.untold() is not None
+
+
+async def test_nothing_to_tell_after_an_orderly_end() -> None:
+    """That the peer closed is no fault."""
+    async with rig() as r:
+        r.post()
+        r.device.disconnected = True
+        r.device.to_error()
+        r.cq.ring()
+        assert isinstance(r.qp.failure, BrokenError)
+        assert r.qp.untold() is None
+
+
+async def test_nothing_to_tell_after_the_own_close() -> None:
+    """That this side closed is no fault."""
+    async with rig() as r:
+        r.post(flags=SendFlags.SIGNALED)
+        r.qp.close()
+        assert isinstance(r.qp.failure, ClosedError)
+        assert r.qp.untold() is None
+
+
+async def test_a_refused_request_of_the_peers() -> None:
+    """What the peer did wrong is the peer's to be told."""
+    async with rig() as r:
+        _report(r, AsyncEventType.QP_ACCESS_ERR)
+        assert r.qp.failure is not None
+        assert r.qp.untold() is None
