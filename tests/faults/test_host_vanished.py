@@ -32,12 +32,14 @@ class Host:
         name = f"aio{os.getpid() % 100_000}x{next(_NUMBERS)}"
         self.netns = name
         self._ours = f"{name}a"
-        # Addresses for documentation (RFC 5737): no real network has them.
-        self.address = "198.51.100.2"
+        # Addresses for tests (RFC 2544), no real network has them; of each process its own, as runs may be side by side.
+        number = os.getpid() & 0x3FFF
+        net = f"198.18.{number >> 6}"
+        ours, self.address = (f"{net}.{(number & 0x3F) * 4 + end}" for end in (1, 2))
         _ip("netns", "add", name)
         try:
             _ip("link", "add", self._ours, "type", "veth", "peer", "name", f"{name}b", "netns", name)
-            _ip("address", "add", "198.51.100.1/30", "dev", self._ours)
+            _ip("address", "add", f"{ours}/30", "dev", self._ours)
             _ip("link", "set", self._ours, "up")
             _ip("-n", name, "address", "add", f"{self.address}/30", "dev", f"{name}b")
             _ip("-n", name, "link", "set", f"{name}b", "up")
