@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -312,3 +314,71 @@ async def test_cancelled_at_the_end() -> None:
             await task
         await sink.idle()
         assert sink.view == pattern(1 << 20)
+
+
+@pytest.mark.parametrize("count", [1, 100])
+async def test_last_one_is_an_atomic_that_is_cancelled(count: int) -> None:
+    """Cancelling the future of an atomic at a batch's end doesn't end the block before all is done."""
+    async with pair() as ends:
+        client = ends.client
+        if not client.capabilities.atomics:
+            return
+        region, remote = offer(ends.server, 4096)
+        region.view[:8] = bytes(8)
+        sink = client.alloc(4096)
+        async with client.batch() as batch:
+            for _ in range(count):
+                batch.read(remote, into=sink)
+            counted = batch.fetch_add(remote, 7)
+            asyncio.get_running_loop().call_soon(counted.cancel)
+        assert counted.cancelled()
+        assert client.qp.in_flight == 0
+        assert int.from_bytes(region.view[:8], sys.byteorder) == 7
+        await sink.idle()
+
+
+async def test_last_one_is_an_atomic() -> None:
+    """A batch that ends in an atomic has its value when the block has ended, and nothing else in flight."""
+    async with pair() as ends:
+        client = ends.client
+        if not client.capabilities.atomics:
+            return
+        region, remote = offer(ends.server, 8)
+        region.view[:] = (5).to_bytes(8, sys.byteorder)
+        async with client.batch() as batch:
+            batch.fetch_add(remote, 1)
+            last = batch.compare_swap(remote, 6, 9)
+        assert last.result() == 6
+        assert client.qp.in_flight == 0
+        assert bytes(region.view) == (9).to_bytes(8, sys.byteorder)
+
+
+@pytest.mark.parametrize("how", ["posted", "left by an exception", "empty"])
+async def test_batch_that_has_ended(how: str) -> None:
+    """What is added to a batch that has ended is refused: nothing would ever post it."""
+    async with pair() as ends:
+        client = ends.client
+        _, remote = offer(ends.server, 64)
+        sink = client.alloc(64)
+        batch = client.batch()
+        with contextlib.suppress(KeyError):
+            async with batch:
+                if how != "empty":
+                    batch.write(remote[:1], b"x")
+                if how == "left by an exception":
+                    raise KeyError
+        calls: list[Any] = [
+            lambda: batch.read(remote, into=sink),
+            lambda: batch.write(remote, b"x"),
+            lambda: batch.write(remote, sink),
+            lambda: batch.send(b"x"),
+            lambda: batch.read_many(remote, [0, 8], 8, into=sink),
+            lambda: batch.write_many(remote, [0, 8], 8, data=sink),
+        ]
+        if client.capabilities.atomics:
+            calls += [lambda: batch.fetch_add(remote, 1), lambda: batch.compare_swap(remote, 1, 2)]
+        for call in calls:
+            with pytest.raises(ClosedError, match="begin another"):
+                call()
+        assert len(batch) == 0
+        await client.barrier()

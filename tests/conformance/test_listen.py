@@ -196,3 +196,35 @@ async def test_parameters_of_the_listener() -> None:
                     await server.recv()
                 with pytest.raises(BrokenError):
                     await client.recv()
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, number: int, *, families: str) -> None:
+    """Let binding to an address of these families fail, as in a kernel that doesn't have them."""
+    bind_addr = CMID.bind_addr
+
+    def bind(self: CMID, addr: Any) -> None:
+        if families == "all" or ":" in addr[0]:
+            raise OSError(number, os.strerror(number))
+        bind_addr(self, addr)
+
+    monkeypatch.setattr(CMID, "bind_addr", bind)
+
+
+@pytest.mark.parametrize("number", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+async def test_every_address_without_ipv6(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Listening at every address passes over a family that the kernel doesn't have."""
+    _without(monkeypatch, number, families="IPv6")
+    async with aiordma.listen(None, 0, device=DEVICE) as listener:
+        assert [":" in endpoint[0] for endpoint in listener.endpoints] == [False]
+        connecting = asyncio.ensure_future(_connect(listener.port))
+        async with await accept_one(listener), await connecting as client:
+            await client.barrier()
+
+
+async def test_every_address_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no family is left, or the one asked for isn't there, it is an error; nothing is left open."""
+    _without(monkeypatch, errno.EAFNOSUPPORT, families="all")
+    for host in (None, HOST):
+        with pytest.raises(DeviceError) as caught:
+            await aiordma.listen(host, 0, device=DEVICE)
+        assert caught.value.errno == errno.EAFNOSUPPORT

@@ -42,6 +42,23 @@ async def test_write_with_imm(size: int, imm: int) -> None:
             assert len(message.data) == 0
 
 
+@pytest.mark.parametrize("imm", [np.uint32(7), np.int64(7), np.uint8(7), True])
+async def test_imm_of_another_integer_type(imm: Any) -> None:
+    """An immediate may be any integer, NumPy's too; what is none is refused before anything is posted."""
+    if not await check("write_with_imm", lambda conn, remote, _: conn.write(remote[:4], b"data", imm=7)):
+        return
+    async with pair() as ends:
+        _, remote = offer(ends.server, 8)
+        await ends.client.write(remote, b"", imm=imm)
+        for wrong in (7.0, "7", np.float32(7), np.int64(-1), np.uint64(1 << 32)):
+            with pytest.raises((TypeError, ValueError)):
+                ends.client.write(remote, b"", imm=wrong)  # type: ignore[arg-type]
+        await ends.client.send(b"works")
+        with await ends.server.recv_message() as message:
+            assert message.imm_data == int(imm)
+        assert await ends.server.recv() == b"works"
+
+
 async def test_imm_is_not_kept() -> None:
     """The immediate of one WRITE doesn't come back in a later one that has 0."""
     if not await check("write_with_imm", lambda conn, remote, _: conn.write(remote[:4], b"data", imm=7)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import gc
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,38 @@ async def test_recv_message_as_context() -> None:
         for number in range(20):
             with await ends.server.recv_message() as message:
                 assert message.data.tobytes() == b"%d" % number
+
+
+async def test_dropped_message() -> None:
+    """A message that is dropped without release() is a warning; its receive is posted again all the same."""
+    async with pair(server_param=ConnParam(recv_depth=2)) as ends:
+        for number in range(8):
+            sending = ends.client.send(b"%d" % number)
+            with pytest.warns(ResourceWarning, match="release"):
+                assert (await ends.server.recv_message()).data == b"%d" % number
+                gc.collect()
+            await sending
+
+
+async def test_dropped_message_of_a_closed_connection() -> None:
+    """A message that outlives its connection is dropped with a warning, and no harm."""
+    async with pair() as ends:
+        await ends.client.send(b"late")
+        message = await ends.server.recv_message()
+        await ends.server.close()
+        assert message.data == b"late"
+        with pytest.warns(ResourceWarning, match="release"):
+            del message
+            gc.collect()
+        await asyncio.sleep(0)
+
+
+async def test_released_message_is_silent() -> None:
+    """A message that was released is dropped without a warning."""
+    async with pair() as ends:
+        await ends.client.send(b"x")
+        (await ends.server.recv_message()).release()
+        gc.collect()
 
 
 async def test_recv_message_out_of_order_release() -> None:

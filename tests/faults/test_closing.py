@@ -15,7 +15,7 @@ from aiordma import Access, BrokenError, ClosedError, Connection, ConnParam, Flu
 from aiordma.testing import connected_pair
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawPeer
-from tests.faults.support import REMOTE, against_raw, both, opened
+from tests.faults.support import REMOTE, against_raw, both, opened, until
 
 
 async def _close(conn: Connection, *, aborted: bool) -> None:
@@ -56,6 +56,24 @@ async def test_every_order(order: tuple[int, ...]) -> None:
             assert client.qp.closed
             assert server.qp.closed
             assert opened() == (1, 0)  # the listener
+
+
+async def _broken(conn: Connection, body: BaseException | None) -> None:
+    """Leave the block of a connection that broke, with an exception or without."""
+    async with conn:
+        await until(lambda: conn.qp.failure is not None)
+        if body is not None:
+            raise body
+
+
+async def test_close_tells_a_failure_once() -> None:
+    """close() raises the failure that no operation told: once, and not over an exception of the block's body."""
+    for body in (None, LookupError()):
+        async with against_raw() as (conn, peer):
+            peer.reset()
+            with pytest.raises(LookupError if body else BrokenError):
+                await _broken(conn, body)
+            await conn.close()
 
 
 async def test_both_ends_at_once() -> None:

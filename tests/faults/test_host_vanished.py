@@ -32,7 +32,7 @@ class Host:
         name = f"aio{os.getpid() % 100_000}x{next(_NUMBERS)}"
         self.netns = name
         self._ours = f"{name}a"
-        # Addresses for tests (RFC 2544), no real network has them; of each process its own, as runs may be side by side.
+        # Addresses for tests (RFC 2544), no real network has them; of each process its own: runs may be side by side.
         number = os.getpid() & 0x3FFF
         net = f"198.18.{number >> 6}"
         ours, self.address = (f"{net}.{(number & 0x3F) * 4 + end}" for end in (1, 2))
