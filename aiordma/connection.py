@@ -92,9 +92,9 @@ class Connection:
         )
         try:
             memory = pd.alloc(param.recv_size * param.recv_depth)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise DeviceError(
-                error.errno or errno.ENOMEM, f"no memory for {param.recv_depth} receives of {param.recv_size} bytes",
+                getattr(error, "errno", errno.ENOMEM), f"no memory for {param.recv_depth} receives of {param.recv_size} bytes",
                 verb="ibv_reg_mr", hint="make recv_size or recv_depth in ConnParam smaller",
             ) from error  # fmt: skip
         self.qp: QueuePair = pd.create_qp(param)

@@ -14,7 +14,7 @@ import pytest
 import aiordma
 from aiordma import Connection, ConnParam, DeviceError, MemoryRegion, RejectedError, RemoteRegion
 from aiordma.queue_pair import QueuePair
-from tests.conformance.support import DEVICE, HOST, capabilities, offer, pair, pattern
+from tests.conformance.support import DEVICE, HOST, offer, pair, pattern
 
 #: A limit that memory can be allocated beyond.
 LIMIT = 1 << 16
@@ -32,28 +32,24 @@ def _small_requests() -> Iterator[None]:
         context.capabilities = before
 
 
-async def _in_batch(conn: Connection, add: Callable[[aiordma.Batch], None]) -> None:
-    async with conn.batch() as batch:
-        add(batch)
+_Post = Callable[[Connection, RemoteRegion, MemoryRegion], Any]
 
-
-_TOO_LARGE: dict[str, Callable[[Connection, RemoteRegion, MemoryRegion], Any]] = {
-    "read": lambda c, r, m: c.read(r),
-    "read into": lambda c, r, m: c.read(r, into=m),
-    "read into, fenced": lambda c, r, m: c.read(r, into=m, fence=True),
-    "read into pieces": lambda c, r, m: c.read(r, into=[m]),
-    "read into many pieces": lambda c, r, m: c.read(r, into=[m[: LIMIT // 2], m[LIMIT // 2 :]]),
-    "write": lambda c, r, m: c.write(r, m),
-    "write bytes": lambda c, r, m: c.write(r, bytes(len(m))),
-    "write pieces": lambda c, r, m: c.write(r, [m[:LIMIT], m[LIMIT:]]),
-    "write with immediate": lambda c, r, m: c.write(r, m, imm=1),
-    "send": lambda c, r, m: c.send(m),
-    "send bytes": lambda c, r, m: c.send(bytearray(len(m))),
-    "batch read": lambda c, r, m: _in_batch(c, lambda b: b.read(r, into=m)),
-    "batch write": lambda c, r, m: _in_batch(c, lambda b: b.write(r, m)),
-    "batch send": lambda c, r, m: _in_batch(c, lambda b: b.send(m)),
-    "batch read_many": lambda c, r, m: _in_batch(c, lambda b: b.read_many(r, [0], len(m), into=m)),
-    "batch write_many": lambda c, r, m: _in_batch(c, lambda b: b.write_many(r, [0], len(m), data=m)),
+_TOO_LARGE: dict[str, _Post] = {
+    "read": lambda conn, remote, _: conn.read(remote),
+    "read into": lambda conn, remote, memory: conn.read(remote, into=memory),
+    "read into, fenced": lambda conn, remote, memory: conn.read(remote, into=memory, fence=True),
+    "read into a piece": lambda conn, remote, memory: conn.read(remote, into=[memory]),
+    "read into pieces": lambda conn, remote, memory: conn.read(remote, into=[memory[:LIMIT], memory[LIMIT:]]),
+    "write": lambda conn, remote, memory: conn.write(remote, memory),
+    "write bytes": lambda conn, remote, memory: conn.write(remote, bytes(len(memory))),
+    "write pieces": lambda conn, remote, memory: conn.write(remote, [memory[:LIMIT], memory[LIMIT:]]),
+    "send": lambda conn, _, memory: conn.send(memory),
+    "send bytes": lambda conn, _, memory: conn.send(bytearray(len(memory))),
+    "batch read": lambda conn, remote, memory: conn.batch().read(remote, into=memory),
+    "batch write": lambda conn, remote, memory: conn.batch().write(remote, memory),
+    "batch send": lambda conn, _, memory: conn.batch().send(memory),
+    "read_many": lambda conn, remote, memory: conn.batch().read_many(remote, [0], len(memory), into=memory),
+    "write_many": lambda conn, remote, memory: conn.batch().write_many(remote, [0], len(memory), data=memory),
 }
 
 
@@ -65,8 +61,8 @@ async def test_more_than_a_request_carries(name: str) -> None:
             client = ends.client
             region, remote = offer(ends.server, LIMIT + 1)
             memory = client.alloc(LIMIT + 1)
-            with pytest.raises(ValueError, match="carries|a request"):
-                await _TOO_LARGE[name](client, remote, memory)
+            with pytest.raises(ValueError, match="request"):
+                _TOO_LARGE[name](client, remote, memory)
             assert client.qp.in_flight == 0
             await client.read(remote[:LIMIT], into=memory[:LIMIT])
             await client.send(b"works")
@@ -81,8 +77,7 @@ async def test_receives_that_no_memory_is_large_enough_for(where: str, recv_size
     """Memory for the receives that can't be had is a DeviceError that says which parameters; nothing is left."""
     param = ConnParam(recv_size=recv_size)
     async with aiordma.listen(HOST, 0, device=DEVICE) as listener:
-        async with aiordma.connect(HOST, listener.port, device=DEVICE) if False else contextlib.nullcontext():
-            before = _queue_pairs()
+        before = _queue_pairs()
         for _ in range(3):
             if where == "connect":
                 with pytest.raises(DeviceError, match="recv_size"):
@@ -129,6 +124,5 @@ async def test_a_long_keepalive(keepalive: float) -> None:
     """A keep-alive longer than the system's longest is cut to that."""
     param = ConnParam(keepalive=keepalive)
     async with pair(client_param=param, server_param=param) as ends:
-        assert capabilities().transport
         await ends.client.send(b"works")
         assert await ends.server.recv() == b"works"

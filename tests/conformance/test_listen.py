@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+from typing import Any
 
 import pytest
 
 import aiordma
 from aiordma import BrokenError, ClosedError, ConnectError, Connection, DeviceError
+from aiordma.cm import CMID
 from tests.conformance.support import DEVICE, HOST, accept_one
 
 

@@ -21,7 +21,7 @@ import aiordma
 FLOORS = (
     ("enums", "errors", "types"),
     ("drivers",),
-    ("cm", "completion", "device", "memory", "queue_pair", "recv_ledger", "slots", "write_buffer"),
+    ("cm", "completion", "device", "memory", "queue_pair", "recv_ledger", "send_ledger", "slots", "write_buffer"),
     ("batch", "connection", "connector", "inbox", "listener", "opening"),
     ("messages", "stream"),
     ("",),

@@ -350,6 +350,18 @@ async def test_close(flush_now: bool) -> None:
             r.qp.post_recv_slots((RecvSlot(()),))
 
 
+async def test_close_with_more_in_flight_than_a_poll_takes() -> None:
+    """Whoever takes receives without futures is told of their end, also behind more flushes than one poll takes."""
+    async with rig(max_send_wr=300) as r:
+        ended: list[int] = []
+        r.qp.on_receive = lambda _, completion: ended.append(completion[1])
+        sends = [r.post() for _ in range(300)]
+        r.qp.post_recv_slots([RecvSlot(()), RecvSlot(())])
+        r.qp.close()
+        assert ended == [WCStatus.WR_FLUSH_ERR] * 2
+        assert {state(future) for future in sends} == {"FlushedError"}
+
+
 async def test_close_of_collected_reads() -> None:
     """READs collected in the turn of the close end too."""
     async with rig(max_send_wr=8) as r:

@@ -110,7 +110,9 @@ async def test_an_untold_failure() -> None:
 async def test_told_by_a_future(batch: bool) -> None:
     """A future, or a batch, that got the failure told it."""
     async with rig() as r:
-        future = r.batch(1)[0] and r.last if batch else r.post()
+        if batch:
+            r.batch(1)
+        future = r.last if batch else r.post()
         r.complete(1, WCStatus.REM_ACCESS_ERR)
         assert isinstance(future.exception(), RemoteError)
         assert r.qp.untold() is None
