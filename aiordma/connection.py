@@ -94,7 +94,8 @@ class Connection:
             memory = pd.alloc(param.recv_size * param.recv_depth)
         except (OSError, OverflowError) as error:
             raise DeviceError(
-                getattr(error, "errno", errno.ENOMEM), f"no memory for {param.recv_depth} receives of {param.recv_size} bytes",
+                getattr(error, "errno", errno.ENOMEM),
+                f"no memory for {param.recv_depth} receives of {param.recv_size} bytes",
                 verb="ibv_reg_mr", hint="make recv_size or recv_depth in ConnParam smaller",
             ) from error  # fmt: skip
         self.qp: QueuePair = pd.create_qp(param)

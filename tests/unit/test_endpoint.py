@@ -200,10 +200,11 @@ def test_ord_is_kept() -> None:
 
 
 def test_without_ord_nothing_is_read() -> None:
-    """ORD 0: a READ waits for ever, it isn't sent."""
+    """ORD 0: a READ fails, it isn't sent; the peer is told that this side ended the connection."""
     end = started(reads=0)
     end.post(Opcode.RDMA_READ)
-    assert not end.output()
+    assert [c[1] for c in end.sent()] == [WCStatus.LOC_QP_OP_ERR]
+    assert end.terminated() == (0, 0, 0)
 
 
 def test_fence_waits_for_reads_and_atomics() -> None:
@@ -329,7 +330,9 @@ def test_what_completed_still_leaves() -> None:
     end.send(b"completed")
     end.post(Opcode.SEND, [SGE(0, 1, 0xBAD)])
     assert [c[1] for c in end.sent()] == [0, WCStatus.LOC_PROT_ERR]
-    assert [record[20:29] for record in end.output()] == [b"completed"]
+    sent, terminate = end.output()
+    assert sent[20:29] == b"completed"
+    assert terminate[3] & 0xF == ddp.OP_TERMINATE
 
 
 def test_local_invalidate() -> None:

@@ -99,6 +99,7 @@ class Layer(NamedTuple):
     etype: int
 
 
+RDMAP_CATASTROPHIC: Final = Layer(0, 0)
 RDMAP_PROTECTION: Final = Layer(0, 1)
 RDMAP_OPERATION: Final = Layer(0, 2)
 DDP_TAGGED: Final = Layer(1, 1)
@@ -114,7 +115,7 @@ DDP_TO_WRAP: Final = 3
 CANNOT_INVALIDATE: Final = 9
 
 _REASONS: Final = {
-    (0, 0): {},
+    (0, 0): {0: "a fault of its own"},
     (0, 1): {
         0: "invalid STag",
         1: "base or bounds violation",

@@ -511,13 +511,19 @@ class Endpoint:
     def _fail(self, error: SendFault) -> None:
         """A request of our own can't be executed: it fails, the rest flushes. What completed before still leaves."""
         self._flush(error.wr, error.status, 0, keep=self.send_queue.stable_output)
-        self.refused = f"a request of this side failed: {error.status.name}"
+        self._own_fault(f"a request of this side failed: {error.status.name}")
 
     def _fail_recv(self, status: WCStatus) -> None:
         """A receive can't take its message."""
         self.receive_queue.flush(status)
         self._flush(None, 0, 0, keep=self.send_queue.stable_output)
-        self.refused = f"a receive of this side failed: {status.name}"
+        self._own_fault(f"a receive of this side failed: {status.name}")
+
+    def _own_fault(self, reason: str) -> None:
+        """End the stream for a fault of our own, which to the peer is no end in order (RFC 5040 section 4.8)."""
+        self.outbox.put(ddp.encode_terminate(fault(ddp.RDMAP_CATASTROPHIC, 0), b""))
+        self.terminating = True
+        self.refused = reason
 
     def _too_long(self, error: TooLong, offender: bytes) -> None:
         """A message is longer than its receive: both sides learn of it."""
