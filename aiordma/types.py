@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
@@ -319,8 +320,8 @@ def _at_least(low: int) -> Any:
 
 
 def _positive(_: object, attribute: Any, seconds: float | None) -> None:
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"{attribute.name} is more than 0 seconds, or None, not {seconds}")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"{attribute.name} is more than 0 seconds, and finite, or None, not {seconds}")
 
 
 @frozen(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -197,6 +198,13 @@ def test_ranges(name: str, low: int, high: int | None) -> None:
 def test_may_be_none(name: str) -> None:
     """None leaves it to the device or the system."""
     assert getattr(_param(name, None), name) is None
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -0.5, math.inf, -math.inf, math.nan])
+def test_no_keepalive(seconds: float) -> None:
+    """A keep-alive is a time: more than nothing, and finite."""
+    with pytest.raises(ValueError, match="keepalive"):
+        ConnParam(keepalive=seconds)
 
 
 def test_parameters_are_a_value() -> None:
