@@ -29,7 +29,8 @@ class RecvLedger:
         """Post receives; True if a completion can be polled.
 
         Raises:
-            OSError: the device took none, or only the first of them; no more than these are in the ledger.
+            OSError: the device took none, or only the first of them, and no more are in the ledger. So it is with
+                whatever else a driver raises.
         """
         for slot in slots:
             slot.wr_id = self._next_id
@@ -37,7 +38,7 @@ class RecvLedger:
         self._slots.extend(slots)
         try:
             return self._driver.post_recv(slots)
-        except OSError as error:
+        except Exception as error:
             posted = error.posted if isinstance(error, PostError) else 0
             for _ in slots[posted:]:
                 self._slots.pop()
