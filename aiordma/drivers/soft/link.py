@@ -178,7 +178,13 @@ class Link:
             start += skipped
         done = start + endpoint.receive(staging[start:end] if start else staging, end - start)
         self._carry = bytes(staging[done:end]) if done < end else b""
-        if endpoint.receive_queue.kept_bytes > endpoint.receive_queue.bound and self._reading:
+        if endpoint.refused or endpoint.receive_queue.kept_bytes:
+            self._mind()
+
+    def _mind(self) -> None:
+        """Messages are kept, or the stream has ended: see whether to go on reading."""
+        endpoint = self._endpoint
+        if endpoint.receive_queue.full and self._reading:
             if self._fin:
                 endpoint.to_error()  # closing: nobody will receive them, and the peer's end must be seen
             else:

@@ -204,9 +204,10 @@ class SoftQP:
 
     def progress(self) -> None:
         """Notify the completion queues. Called by the loop or the link, never within a post."""
-        if self._send_cq.pending:
-            self._send_cq.notify()
-        if self._recv_cq.pending:
+        send_cq = self._send_cq
+        if send_cq.pending:
+            send_cq.notify()
+        if self._recv_cq is not send_cq and self._recv_cq.pending:
             self._recv_cq.notify()
 
     def attach(self, link: Link) -> None:
