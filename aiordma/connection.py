@@ -191,12 +191,7 @@ class Connection:
             UnsupportedError: `imm`, on a device that can't.
             ClosedError, BrokenError: the connection ended; a refused WRITE may show here on the next call only.
         """
-        if type(data) is bytes and len(data) <= self._max_inline:
-            sg_list: Sequence[Memory] = ()
-            inline: bytes | None = data
-            length = len(data)
-        else:
-            sg_list, inline, length = self.source(data)
+        sg_list, inline, length = self.source(data)
         if length > remote.length:
             raise ValueError(f"{length} bytes to write, but the remote region has {remote.length}")
         flags = _SIGNALED | fence
@@ -368,6 +363,8 @@ class Connection:
 
     def source(self, data: Memory | Buffer | Sequence[Memory]) -> tuple[Sequence[Memory], bytes | None, int]:
         """Give what is to be sent as a gather list or inline, and its length."""
+        if type(data) is bytes and len(data) <= self._max_inline:
+            return (), data, len(data)
         sg_list: Sequence[Memory]
         if isinstance(data, _LOCAL):
             sg_list = (data,)
@@ -377,7 +374,7 @@ class Connection:
             view = as_bytes(data)
             length = len(view)
             if length <= self._max_inline:
-                return (), data if type(data) is bytes else bytes(view), length
+                return (), bytes(view), length
             if length <= BOUNCE_SIZE:
                 bounce = self.pd.alloc(length)
                 bounce.view[:] = view

@@ -317,7 +317,7 @@ def exported(buffer: Buffer, access: Access) -> memoryview:
         flat = view if view.format == "B" and view.ndim == 1 and view.c_contiguous else _flat(view)
     except TypeError as error:
         raise TypeError(f"only contiguous buffers can be registered, not {type(buffer).__name__}: {error}") from None
-    if flat.readonly and access & ~Access.REMOTE_READ:
+    if access and flat.readonly and access & ~Access.REMOTE_READ:
         raise ValueError(f"{type(buffer).__name__} is read-only: it can be sent from, but not written ({access!r})")
     return flat
 
