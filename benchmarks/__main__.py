@@ -22,11 +22,8 @@ from rich.table import Table
 import aiordma
 from aiordma import RemoteRegion
 from benchmarks.footprint import footprint
-from benchmarks.rows import ROWS, Peers, Row, echo_8, read_8
+from benchmarks.rows import ROWS, Peers, Row
 
-#: Times 500 round trips of both contestants before the first row: rows are of connections in use, and a row that is
-#: run alone finds them as one in the whole table does.
-WARM_UP = 8
 #: The two processes on one core, and on two.
 PLACEMENTS = {"one core": (0, 0), "two cores": (0, 1)}
 
@@ -101,6 +98,21 @@ async def measure(row: Row, peers: Peers, cpu: ServerCPU, placement: str, rounds
     )
 
 
+async def on_new_connections(row: Row, ports: dict[str, Any], cpu: ServerCPU, placement: str, rounds: int) -> Result:
+    """Run a row on connections of its own: what rows before it left behind, in either contestant, isn't its business."""
+    region = RemoteRegion.from_bytes(bytes.fromhex(ports["region"]))
+    async with aiordma.connect("127.0.0.1", ports["rdma"], device="soft") as conn:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ports["tcp"])
+        sink = await asyncio.open_connection("127.0.0.1", ports["tcp"])
+        sink[1].write(b"S" + bytes(8))
+        await sink[0].readexactly(4)
+        try:
+            return await measure(row, Peers(conn, region, reader, writer, *sink), cpu, placement, rounds)
+        finally:
+            writer.close()
+            sink[1].close()
+
+
 async def run_placement(placement: str, rows: list[Row], rounds: int) -> list[Result]:
     """Run rows against a server process of its own."""
     server_cpu, client_cpu = PLACEMENTS[placement]
@@ -112,19 +124,7 @@ async def run_placement(placement: str, rows: list[Row], rounds: int) -> list[Re
         try:
             ports = json.loads(process.stdout.readline())
             cpu = ServerCPU(process.stdin, process.stdout)
-            async with aiordma.connect("127.0.0.1", ports["rdma"], device="soft") as conn:
-                reader, writer = await asyncio.open_connection("127.0.0.1", ports["tcp"])
-                sink = await asyncio.open_connection("127.0.0.1", ports["tcp"])
-                sink[1].write(b"S" + bytes(8))
-                await sink[0].readexactly(4)
-                region = RemoteRegion.from_bytes(bytes.fromhex(ports["region"]))
-                peers = Peers(conn, region, reader, writer, *sink)
-                for _ in range(WARM_UP):
-                    await read_8(peers, 500)
-                    await echo_8(peers, 500)
-                results = [await measure(row, peers, cpu, placement, rounds) for row in rows]
-                writer.close()
-                sink[1].close()
+            results = [await on_new_connections(row, ports, cpu, placement, rounds) for row in rows]
         finally:
             process.stdin.close()
     return results
