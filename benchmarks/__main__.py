@@ -99,7 +99,7 @@ async def measure(row: Row, peers: Peers, cpu: ServerCPU, placement: str, rounds
 
 
 async def on_new_connections(row: Row, ports: dict[str, Any], cpu: ServerCPU, placement: str, rounds: int) -> Result:
-    """Run a row on connections of its own: what rows before it left behind, in either contestant, isn't its business."""
+    """Run a row on connections of its own: what rows before it left behind, with either, isn't its business."""
     region = RemoteRegion.from_bytes(bytes.fromhex(ports["region"]))
     async with aiordma.connect("127.0.0.1", ports["rdma"], device="soft") as conn:
         reader, writer = await asyncio.open_connection("127.0.0.1", ports["tcp"])

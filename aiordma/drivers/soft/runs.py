@@ -80,10 +80,14 @@ def encode_response(msn: int, size: int, sources: Sequence[int], memory: memoryv
     """Make the FPDU that answers READs from `msn` on, from `memory` at address `base`, which holds all sources."""
     total = size * len(sources)
     low, high = bounds(sources)
-    if high - low + size <= 4 * total:
+    pieces: Sequence[bytes | memoryview]
+    if high - low + size == total and tuple(sources) == tuple(range(low, high + 1, size)):
+        pieces = (memory[low - base : high - base + size],)  # one behind the other, as in a scan
+    elif high - low + size <= 4 * total:
         # One copy of all, cut as bytes, is cheaper than a memoryview each.
         near = bytes(memory[low - base : high - base + size])
-        pieces = [near[source - low : source - low + size] for source in sources]
+        end = size - low
+        pieces = [near[source - low : source + end] for source in sources]
     else:
         pieces = [bytes(memory[source - base : source - base + size]) for source in sources]
     length = ddp.TAGGED_ULPDU + total
