@@ -2,8 +2,8 @@
 
 Between aiordma devices only, which know each other by the MPA flags; with CRC or markers, or towards anybody else, the
 READs of a run are Read Requests and Read Responses like any others. As messages of their own they are what bounds the
-rate: 64 READs of 64 B cost 0.15 us each to ask for, 0.42 to answer and 0.14 to 0.29 to place when packed and unpacked by
-one call of struct for all, several times that in a loop; as a run 0.04, 0.28 and 0.01 to 0.26 us, in far less code to run.
+rate: 64 READs of 64 B cost 0.15 us each to ask for, 0.42 to answer and 0.14 to 0.29 to place when packed and unpacked
+by one call of struct for all, several times that in a loop; as a run 0.04, 0.28 and 0.01 to 0.26 us.
 
 A Run Request is an untagged message of queue 1, RDMAP opcode 12 (reserved in RFC 5040 and 7306). Behind the DDP header:
 size of each READ (u32), source STag (u32), source TO of each (u64). It stands for as many Read Requests, with MSNs from
