@@ -77,7 +77,7 @@ class CompletionQueue:
     def _ready(self) -> None:
         """The channel has an event: ask for the next one, then poll. In this order nothing is missed."""
         self.driver.arm()
-        self.budget.left = _IMMEDIATE
+        self.budget.renew()
         self.poll()
 
     def poll(self) -> None:
@@ -100,8 +100,7 @@ class CompletionQueue:
 
     def posted(self) -> None:
         """A post returned with a completion already there: resolve it at once, as far as the turn's budget goes."""
-        if self.budget.left:
-            self.budget.left -= 1
+        if self.budget.take():
             self.poll()
         else:
             self.defer()
@@ -114,7 +113,7 @@ class CompletionQueue:
 
     def _poll_deferred(self) -> None:
         self._deferred = False
-        self.budget.left = _IMMEDIATE
+        self.budget.renew()
         self.poll()
 
     def close(self) -> None:

@@ -46,19 +46,6 @@ QN_SEND: Final = 0
 QN_REQUEST: Final = 1
 QN_TERMINATE: Final = 2
 QN_ATOMIC_RESPONSE: Final = 3
-#: The untagged queue each opcode belongs to.
-QUEUE_OF: Final = {
-    OP_READ_REQUEST: QN_REQUEST,
-    OP_SEND: QN_SEND,
-    OP_SEND_INV: QN_SEND,
-    OP_SEND_SE: QN_SEND,
-    OP_SEND_SE_INV: QN_SEND,
-    OP_TERMINATE: QN_TERMINATE,
-    OP_IMMEDIATE: QN_SEND,
-    OP_IMMEDIATE_SE: QN_SEND,
-    OP_ATOMIC_REQUEST: QN_REQUEST,
-    OP_ATOMIC_RESPONSE: QN_ATOMIC_RESPONSE,
-}
 
 #: A verbs atomic's old value lies in the host's byte order.
 NATIVE_U64: Final = struct.Struct("=Q")
