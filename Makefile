@@ -4,6 +4,9 @@
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k atomics -x"
 ARGS ?=
+# Some of test-rdma only: make test-rdma DEVICES="rxe siw" SUITES=conformance
+DEVICES ?=
+SUITES ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -43,12 +46,20 @@ bench: $(STAMP) ## Measure, print the table, and write it to build/bench.json
 	@$(BIN)/python -m benchmarks
 
 .PHONY: test-rdma
-test-rdma: ## Run the tests on the kernel's RDMA devices
-	$(error The verbs device comes with the next release: there is nothing here to test on RDMA devices yet)
+test-rdma: $(STAMP) ## Run the tests on the kernel's RDMA devices, in a virtual machine
+	$(BIN)/python -m tests.vm test $(DEVICES:%=--device=%) $(SUITES:%=--suite=%) -- $(ARGS)
 
 .PHONY: bench-rdma
-bench-rdma: ## Measure on the kernel's RDMA devices
-	$(error The verbs device comes with the next release: there is nothing here to measure on RDMA devices yet)
+bench-rdma: $(STAMP) ## Measure there, print the table, and write it to build/bench-rdma.json
+	@$(BIN)/python -m tests.vm bench -- $(ARGS)
+
+.PHONY: shell-rdma
+shell-rdma: $(STAMP) ## A shell there
+	@$(BIN)/python -m tests.vm shell
+
+.PHONY: clean-rdma
+clean-rdma: $(STAMP) ## Remove the virtual machine's image from the cache folder
+	$(BIN)/python -m tests.vm clean
 
 .PHONY: clean
 clean: ## Remove what the targets made

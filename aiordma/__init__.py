@@ -4,6 +4,7 @@ Over InfiniBand, RoCE or iWARP; where a machine has no RDMA, over a software dev
 """
 
 from aiordma.batch import Batch
+from aiordma.binding import Endpoint
 from aiordma.cm import CMID
 from aiordma.completion import CompletionQueue
 from aiordma.connection import Connection
@@ -43,10 +44,22 @@ from aiordma.errors import (
     UnsupportedError,
 )
 from aiordma.inbox import Message
-from aiordma.listener import ConnectRequest, Listener, Server, listen, serve
+from aiordma.listener import ConnectRequest, Listener, listen
 from aiordma.memory import MemoryPool, MemoryRegion, MemorySlice
 from aiordma.queue_pair import QueuePair
-from aiordma.types import SGE, Capabilities, ConnParam, DeviceInfo, PortAttr, RecvWR, RemoteRegion, SendWR
+from aiordma.server import Server, serve
+from aiordma.types import (
+    SGE,
+    Capabilities,
+    ConnParam,
+    DeviceInfo,
+    GIDEntry,
+    PortAttr,
+    QPAddress,
+    RecvWR,
+    RemoteRegion,
+    SendWR,
+)
 
 __version__ = "0.1.0"
 
@@ -73,7 +86,9 @@ __all__ = [
     "Context",
     "DeviceError",
     "DeviceInfo",
+    "Endpoint",
     "FlushedError",
+    "GIDEntry",
     "Listener",
     "LocalError",
     "MemoryPool",
@@ -84,6 +99,7 @@ __all__ = [
     "PortAttr",
     "ProtectionDomain",
     "ProtocolError",
+    "QPAddress",
     "QPState",
     "QueuePair",
     "RDMAError",

@@ -7,16 +7,19 @@ import errno
 import socket
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from aiordma.device import LoopState
 from aiordma.drivers.base import CMEvent, Driver, DriverCMID
 from aiordma.enums import CMEventType, RejectReason
 from aiordma.errors import (
     AddressError,
+    BrokenError,
     BusyError,
     ClosedError,
     ConnectError,
     ConnectTimeoutError,
+    DeviceError,
     RejectedError,
     RouteError,
     UnreachableError,
@@ -27,8 +30,14 @@ from aiordma.types import ConnParam, SocketAddress
 __all__ = ["CMID"]
 
 
-def event_error(event: CMEvent, peer: object) -> ConnectError:
-    """Make the exception of an event that ends a step."""
+#: What an iWARP peer that says nothing may be waiting for.
+_CLIENT_FIRST: Final = (
+    "; on iWARP the client speaks first: a server that sends before it received a message breaks the handshake"
+)
+
+
+def event_error(event: CMEvent, peer: object, hint: str = "") -> ConnectError:
+    """Make the exception of an event that ends a step; `hint` is what to think of where no answer came."""
     reason = event.reason or event.event.name.lower().replace("_", " ")
     text = f"can't connect to {peer}: {reason}"
     kind = event.event
@@ -41,10 +50,30 @@ def event_error(event: CMEvent, peer: object) -> ConnectError:
             text += "; is the server running, and on this port?"
         return RejectedError(text, status=event.status, private_data=event.private_data)
     if event.status == -errno.ETIMEDOUT:
-        return ConnectTimeoutError(text)
+        return ConnectTimeoutError(text + hint)
     if kind == CMEventType.UNREACHABLE:
         return UnreachableError(text)
     return ConnectError(text)
+
+
+def _step_error(awaited: CMEventType, error: OSError, peer: object) -> ConnectError:
+    """Make the exception of a step that the device or the system refused to begin."""
+    words = error if isinstance(error, DeviceError) else error.strerror or error
+    text = f"can't connect to {peer}: {words}"
+    if awaited == CMEventType.ADDR_RESOLVED:
+        return AddressError(text)
+    if awaited == CMEventType.ROUTE_RESOLVED:
+        return RouteError(text)
+    if error.errno == errno.ECONNREFUSED:
+        return RejectedError(
+            f"{text}; is the server running, and on this port?", status=RejectReason.INVALID_SERVICE_ID
+        )
+    if error.errno in _UNREACHABLE:
+        return UnreachableError(text)
+    return ConnectTimeoutError(text) if error.errno == errno.ETIMEDOUT else ConnectError(text)
+
+
+_UNREACHABLE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
 class CMID:
@@ -54,28 +83,31 @@ class CMID:
 
     Attributes:
         driver: the driver's identifier.
+        owner: the driver.
         on_disconnected: called once when the connection ended, with the reason in words.
         on_request: takes connection requests, if set before there are any; else `get_request()` gives them.
     """
 
     def __init__(self, state: LoopState, driver: Driver, existing: DriverCMID | None = None) -> None:
         self._state = state
-        self._driver = driver
+        self.owner = driver
         self._loop = asyncio.get_running_loop()
         self.driver = existing or state.channel(driver).create_id()
         self._step: asyncio.Future[CMEvent] | None = None
         self._awaited: CMEventType | None = None
         self._requests: deque[CMEvent] = deque()
         self._request_waiter: asyncio.Future[None] | None = None
+        self._hint = ""
         self._disconnected: asyncio.Future[str] = self._loop.create_future()
         self.on_disconnected: Callable[[str], None] | None = None
         self.on_request: Callable[[CMEvent], None] | None = None
         self.destroyed = False
-        state.handlers[self.driver] = self._on_event
+        state.ids[self.driver] = self
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def _on_event(self, event: CMEvent) -> None:
+    def on_event(self, event: CMEvent) -> None:
+        """Take an event; the loop's state calls this."""
         kind = event.event
         if kind == CMEventType.CONNECT_REQUEST and self.on_request is not None:
             self.on_request(event)
@@ -83,21 +115,33 @@ class CMID:
             self._requests.append(event)
             if self._request_waiter is not None and not self._request_waiter.done():
                 self._request_waiter.set_result(None)
-        elif kind in (CMEventType.DISCONNECTED, CMEventType.DEVICE_REMOVAL):
-            reason = event.reason or (
-                "the device was removed" if kind == CMEventType.DEVICE_REMOVAL else "the peer disconnected"
-            )
-            if self._step is not None and not self._step.done():
-                self._step.set_exception(ConnectError(f"the connection to {self.peer_addr} ended: {reason}"))
-            if not self._disconnected.done():
-                self._disconnected.set_result(reason)
-                if self.on_disconnected is not None:
-                    self.on_disconnected(reason)
+        elif kind == CMEventType.DISCONNECTED:
+            self._ended(event.reason or "the peer disconnected")
         elif self._step is not None and not self._step.done():
             if kind == self._awaited:
                 self._step.set_result(event)
             else:
-                self._step.set_exception(event_error(event, self.peer_addr))
+                self._step.set_exception(event_error(event, self.peer_addr, self._hint))
+
+    def _ended(self, reason: str) -> None:
+        if self._step is not None and not self._step.done():
+            self._step.set_exception(ConnectError(f"the connection to {self.peer_addr} ended: {reason}"))
+        if not self._disconnected.done():
+            self._disconnected.set_result(reason)
+            if self.on_disconnected is not None:
+                self.on_disconnected(reason)
+
+    def device_removed(self, name: str, failure: BrokenError) -> None:
+        """A device is gone: let go of what is bound to it, and tell who waits (RDMA_CM_EVENT_DEVICE_REMOVAL).
+
+        The loop's state calls this for every identifier.
+        """
+        for event in [request for request in self._requests if request.id.device_name == name]:
+            self._requests.remove(event)
+            event.id.destroy()
+        if self.driver.device_name == name and not self.destroyed:
+            self._ended(str(failure))
+            self.destroy()
 
     async def _await(self, awaited: CMEventType, start: Callable[[], None]) -> CMEvent:
         """Start a step, and wait for its event."""
@@ -113,7 +157,7 @@ class CMID:
             except OSError as error:
                 if isinstance(error, ConnectError):
                     raise
-                raise ConnectError(f"can't connect to {self.peer_addr}: {error.strerror or error}") from error
+                raise _step_error(awaited, error, self.peer_addr) from error
             return await self._step
         finally:
             self._step = None
@@ -145,6 +189,7 @@ class CMID:
         Raises:
             RejectedError, UnreachableError, ConnectTimeoutError, ConnectError.
         """
+        self._hint = _CLIENT_FIRST if qp.transport == "iwarp" else ""
         return await self._await(CMEventType.ESTABLISHED, lambda: self.driver.connect(qp.driver, param, private_data))
 
     async def accept(self, qp: QueuePair, param: ConnParam, private_data: bytes = b"") -> CMEvent:
@@ -155,9 +200,9 @@ class CMID:
         """Refuse a request (rdma_reject)."""
         self.driver.reject(private_data)
 
-    def bind_addr(self, addr: SocketAddress) -> None:
-        """Bind to a local address (rdma_bind_addr)."""
-        self.driver.bind_addr(addr)
+    def bind_addr(self, addr: SocketAddress, *, interface: str = "") -> None:
+        """Bind to a local address (rdma_bind_addr); on the soft device, to a network interface too."""
+        self.driver.bind_addr(addr, interface=interface)
 
     def listen(self, backlog: int) -> None:
         """Take connection requests (rdma_listen)."""
@@ -183,11 +228,12 @@ class CMID:
 
     def child(self, event: CMEvent) -> CMID:
         """Give the identifier that a connection request came with."""
-        return CMID(self._state, self._driver, event.id)
+        return CMID(self._state, self.owner, event.id)
 
     def disconnect(self) -> None:
         """Start to disconnect, or answer the peer's disconnect (rdma_disconnect)."""
-        self.driver.disconnect()
+        if not self.destroyed:
+            self.driver.disconnect()
 
     async def disconnected(self) -> str:
         """Wait for the connection's end; gives the reason in words."""
@@ -198,11 +244,11 @@ class CMID:
         if self.destroyed:
             return
         self.destroyed = True
-        self._state.handlers.pop(self.driver, None)
+        self._state.ids.pop(self.driver, None)
         for event in self._requests:
             event.id.destroy()
         self._requests.clear()
-        self.on_request = None
+        self.on_request = self.on_disconnected = None
         self.driver.destroy()
         if self._loop.is_closed():
             return  # nobody can be told

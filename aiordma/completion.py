@@ -88,8 +88,8 @@ class CompletionQueue:
         for index, completion in enumerate(completions):
             qp = qps.get(completion[4])
             if qp is not None:  # else its queue pair was closed meanwhile
-                if completion[1] and qp.failure is None:
-                    qp.foresee(completions[index:])
+                if completion[1] and qp.failure is None and qp.unexplained(completions[index:]):
+                    continue
                 qp.completed(completion)
                 if qp.attention and qp not in touched:
                     touched.append(qp)

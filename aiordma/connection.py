@@ -82,6 +82,7 @@ class Connection:
         self._cm_id = cm_id
         self._loop = asyncio.get_running_loop()
         self.pd = pd
+        pd.check_open()
         self.context: Context = pd.context
         limits = self.context.capabilities
         self.param = param = attrs.evolve(

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import logging
+from typing import Final
+
+from attrs import frozen
+
 from aiordma.cm import CMID, resolve_host
 from aiordma.connection import Connection
-from aiordma.device import ProtectionDomain, choose_device, driver_of, loop_state
+from aiordma.device import (
+    RDMA,
+    Context,
+    ProtectionDomain,
+    demanded,
+    driver_of,
+    loop_state,
+    rdma_driver,
+    soft_driver,
+)
+from aiordma.drivers.base import Driver
 from aiordma.enums import RejectReason
-from aiordma.errors import AddressError, ConnectError, RejectedError
+from aiordma.errors import (
+    AddressError,
+    ConnectError,
+    ConnectTimeoutError,
+    DeviceError,
+    RejectedError,
+    RouteError,
+    UnreachableError,
+)
 from aiordma.opening import Opening
 from aiordma.types import ConnParam, SocketAddress
 
 __all__ = ["connect"]
+
+_logger = logging.getLogger("aiordma")
+
+#: Tries where the peer still holds a connection that ours can't be told from, and seconds between them.
+_STALE_TRIES: Final = 4
+_STALE_PAUSE = 0.05
 
 
 def connect(
@@ -22,58 +53,192 @@ def connect(
     param: ConnParam | None = None,
     local_addr: tuple[str, int] | None = None,
     pd: ProtectionDomain | None = None,
+    fallback_delay: float | None = 1.0,
 ) -> Opening[Connection]:
     """Connect to a listener: `async with aiordma.connect(host, port) as conn`, or `conn = await aiordma.connect(...)`.
+
+    Where no device is named, a loopback address is reached by the soft device. Any other is tried by RDMA first, if
+    there is an RDMA device; and then by the soft device if RDMA doesn't get there: no device, no address or route,
+    nothing listens there, or no answer within `fallback_delay`. What the peer's program rejects stays rejected. The
+    logger "aiordma" says which device was taken, and why.
 
     Cancellation: closes what it had. For a time limit, use `asyncio.timeout`.
 
     Args:
         host: name or address, IPv4 or IPv6; each address it resolves to is tried in turn.
         port: the listener's.
-        device: "soft", "rdma" or a device's name; by default AIORDMA_DEVICE, else the best there is.
+        device: "soft", "rdma" (any RDMA device) or a device's name is a demand: no other is tried. By default
+            AIORDMA_DEVICE, which is a demand too; without that whichever reaches the peer.
         private_data: bytes the listener's program sees with the request; the limit is the device's.
         param: queue sizes, depths, time-outs.
         local_addr: address and port of this side, 0 for any port.
-        pd: a protection domain of your own; by default the device's.
+        pd: a protection domain of your own, which demands its device; by default the device's.
+        fallback_delay: seconds for RDMA to answer before the soft device is tried; None: as long as RDMA takes.
 
     Raises:
-        AddressError: the name doesn't resolve, or no device reaches it.
+        AddressError: the name doesn't resolve, no device reaches it, or another one than demanded. Of several failures
+            the first is raised, with the others as its notes.
         RejectedError: the peer's program said no, with its private data; or nothing listens there.
         UnreachableError, ConnectTimeoutError: the host didn't answer.
         DeviceError: there is no such device.
-        ValueError: the private data is too long.
+        ValueError: the private data is too long, or `pd` isn't of `device`.
     """
 
     async def make() -> Connection:
-        return await _connect(host, port, device, private_data, param or ConnParam(), local_addr, pd)
+        what = _Wanted(demanded(device, pd), private_data, param or ConnParam(), local_addr, pd, fallback_delay)
+        return await _connect(host, port, what)
 
     return Opening(make)
 
 
-async def _connect(
-    host: str,
-    port: int,
-    device: str | None,
-    private_data: bytes,
-    param: ConnParam,
-    local_addr: tuple[str, int] | None,
-    pd: ProtectionDomain | None,
-) -> Connection:
-    name = choose_device(device)
+@frozen
+class _Wanted:
+    """What a call of `connect()` asks for."""
+
+    #: A device's name, "rdma", or None.
+    device: str | None
+    private_data: bytes
+    param: ConnParam
+    local_addr: tuple[str, int] | None
+    pd: ProtectionDomain | None
+    fallback_delay: float | None
+
+
+async def _connect(host: str, port: int, wanted: _Wanted) -> Connection:
+    demand = driver_of(wanted.device) if wanted.device else None
+    addresses = await resolve_host(host, port)
+    soft, rdma = soft_driver(), demand or rdma_driver()
     errors: list[ConnectError] = []
-    for address in await resolve_host(host, port):
-        source = await _local_address(local_addr, address) if local_addr else None
+    left: list[SocketAddress] = []
+    for address in addresses:
+        if demand is not None:
+            driver, why = demand, f"{wanted.device} is asked for"
+        elif is_loopback(address) or rdma is None:
+            driver, why = soft, "the address is this host's own" if rdma else "there is no RDMA device"
+        else:
+            driver, why = rdma, "RDMA reaches it"
         try:
-            return await _connect_address(name, address, source, private_data, param, pd)
-        except RejectedError as error:
-            if error.status == RejectReason.CONSUMER_DEFINED:  # the peer's program has spoken
+            return await _try(driver, address, wanted, why, may_fall_back=demand is None and driver is not soft)
+        except ConnectError as error:
+            if _is_final(error):
                 raise
             errors.append(error)
+            if demand is None and driver is not soft and _lets_fall_back(error):
+                left.append(address)
+    for address in left:
+        try:
+            return await _try(soft, address, wanted, f"RDMA failed: {errors[0]}")
         except ConnectError as error:
+            if _is_final(error):
+                raise
             errors.append(error)
     for other in errors[1:]:
         errors[0].add_note(f"and: {other}")
     raise errors[0]
+
+
+def is_loopback(address: SocketAddress) -> bool:
+    """Whether a connection to this address stays in this host, by an interface that no RDMA device has."""
+    ip = ipaddress.ip_address(address[0])
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ip.is_loopback or ip.is_unspecified
+
+
+def _is_final(error: ConnectError) -> bool:
+    """Whether the peer's program has spoken."""
+    return isinstance(error, RejectedError) and error.status == RejectReason.CONSUMER_DEFINED
+
+
+def _lets_fall_back(error: ConnectError) -> bool:
+    """Whether a failure says that RDMA doesn't get there, rather than that something went wrong there."""
+    if isinstance(error, RejectedError):
+        return error.status == RejectReason.INVALID_SERVICE_ID
+    return isinstance(error, (AddressError, RouteError, UnreachableError, ConnectTimeoutError))
+
+
+async def _try(
+    driver: Driver, address: SocketAddress, wanted: _Wanted, why: str, *, may_fall_back: bool = False
+) -> Connection:
+    """Connect by one driver to one address; a stale connection at the peer is waited out."""
+    seconds = wanted.fallback_delay if may_fall_back else None
+    for tries in range(1, _STALE_TRIES + 1):
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                connection = await _connect_address(driver, address, wanted, may_fall_back=may_fall_back)
+        except RejectedError as error:
+            if error.status != RejectReason.STALE_CONNECTION or tries == _STALE_TRIES:
+                raise
+            _logger.info("%s: the peer still holds an old connection, once more", address[0])
+            await asyncio.sleep(_STALE_PAUSE)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ConnectTimeoutError(f"can't connect to {address}: no answer by RDMA within {seconds:g} s") from error
+        else:
+            took = _logger.info if driver is soft_driver() and not is_loopback(address) else _logger.debug
+            took("connected to %s by %s: %s", address[0], connection.device, why)
+            return connection
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+async def _connect_address(
+    driver: Driver, address: SocketAddress, wanted: _Wanted, *, may_fall_back: bool
+) -> Connection:
+    try:
+        cm_id, context = await _resolve(driver, address, wanted)
+    except DeviceError as error:
+        if may_fall_back:  # no device is usable: the peer isn't reached by RDMA
+            raise AddressError(f"can't use RDMA: {error}") from error
+        raise
+    try:
+        check_private_data(wanted.private_data, context.capabilities.max_connect_private_data)
+        connection = Connection(cm_id, wanted.pd or context.pd, wanted.param)
+    except BaseException:
+        cm_id.destroy()
+        raise
+    await connection.establish(cm_id.connect, wanted.private_data)
+    return connection
+
+
+async def _resolve(driver: Driver, address: SocketAddress, wanted: _Wanted) -> tuple[CMID, Context]:
+    """Find the device that reaches an address, and open it; if it isn't the one asked for, from that one's address.
+
+    Raises:
+        DeviceError: there is no connection manager, or the device can't be opened.
+        AddressError, RouteError: none reaches it, or another one does.
+    """
+    state = loop_state()
+    source = await _local_address(wanted.local_addr, address) if wanted.local_addr else None
+    timeout = wanted.param.resolve_timeout
+    cm_id = CMID(state, driver)
+    try:
+        await cm_id.resolve_addr(address, source, timeout=timeout)
+        name = wanted.device
+        if name not in (None, RDMA, cm_id.device_name):
+            reached_by = cm_id.device_name
+            other = None if source else _address_of(driver, name, address)
+            if other is not None:
+                cm_id.destroy()
+                cm_id = CMID(state, driver)
+                await cm_id.resolve_addr(address, other, timeout=timeout)
+            if cm_id.device_name != name:
+                raise AddressError(f"{address[0]} is reached by device {reached_by}, and {name} is asked for")  # noqa: TRY301
+        await cm_id.resolve_route(timeout=timeout)
+        return cm_id, state.context(cm_id.device_name, driver)
+    except BaseException:
+        cm_id.destroy()
+        raise
+
+
+def _address_of(driver: Driver, name: str | None, peer: SocketAddress) -> SocketAddress | None:
+    """Give an address of a device's that a connection to `peer` can come from."""
+    for device in driver.list_devices():
+        if device.name == name:
+            for address in device.addresses:
+                if (":" in address) == (":" in peer[0]):
+                    return (address, 0, *peer[2:])
+    return None
 
 
 async def _local_address(local_addr: tuple[str, int], address: SocketAddress) -> SocketAddress:
@@ -83,29 +248,6 @@ async def _local_address(local_addr: tuple[str, int], address: SocketAddress) ->
         if len(candidate) == len(address):
             return candidate
     raise AddressError(f"{local_addr[0]} has no address of the family of {address[0]}")
-
-
-async def _connect_address(
-    device: str,
-    address: SocketAddress,
-    source: SocketAddress | None,
-    private_data: bytes,
-    param: ConnParam,
-    pd: ProtectionDomain | None,
-) -> Connection:
-    state = loop_state()
-    cm_id = CMID(state, driver_of(device))
-    try:
-        await cm_id.resolve_addr(address, source)
-        await cm_id.resolve_route()
-        context = state.context(cm_id.device_name)
-        check_private_data(private_data, context.capabilities.max_connect_private_data)
-        connection = Connection(cm_id, pd or context.pd, param)
-    except BaseException:
-        cm_id.destroy()
-        raise
-    await connection.establish(cm_id.connect, private_data)
-    return connection
 
 
 def check_private_data(private_data: bytes, limit: int) -> None:

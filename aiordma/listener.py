@@ -1,34 +1,30 @@
-"""Listeners: `listen()` gives connection requests, `serve()` runs a handler for each."""
+"""Listeners: `listen()` gives connection requests."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
+import logging
 import warnings
-from collections.abc import Awaitable, Callable
-from typing import Final, Self, TypeAlias
+import weakref
+from collections.abc import Callable
+from typing import Self
 
-from aiordma.cm import CMID, resolve_host
+from aiordma.binding import Bound, Endpoint, bind
+from aiordma.cm import CMID
 from aiordma.connection import Connection
 from aiordma.connector import check_private_data
-from aiordma.device import Context, LoopState, ProtectionDomain, choose_device, driver_of, loop_state
+from aiordma.device import RDMA, Context, LoopState, ProtectionDomain, demanded, loop_state, rdma_devices
 from aiordma.drivers.base import CMEvent
 from aiordma.enums import Access
-from aiordma.errors import BrokenError, ClosedError, DeviceError, RDMAError
+from aiordma.errors import BrokenError, ClosedError, DeviceError
 from aiordma.memory import MemoryRegion
 from aiordma.opening import Opening
 from aiordma.types import Buffer, ConnParam, SocketAddress
 
-__all__ = ["ConnectRequest", "Listener", "Server", "listen", "serve"]
+__all__ = ["ConnectRequest", "Listener", "listen"]
 
-#: What a handler is: a coroutine function that takes the connection.
-Handler: TypeAlias = Callable[[Connection], Awaitable[object]]
-#: Private data of an accept: fixed, or made for each request.
-PrivateData: TypeAlias = "bytes | Callable[[ConnectRequest], bytes]"
-
-#: Tries to find one port number that is free on every endpoint.
-_PORT_TRIES: Final = 20
+_logger = logging.getLogger("aiordma")
 
 
 class ConnectRequest:
@@ -91,6 +87,8 @@ class ConnectRequest:
         check_private_data(private_data, self.context.capabilities.max_accept_private_data)
         self._answered = True
         try:
+            # Before what it is made of: a device that is gone is no want of memory.
+            self.pd.check_open()
             connection = Connection(self._cm_id, self.pd, param or self._param)
         except BaseException:
             self._drop()
@@ -141,35 +139,57 @@ class ConnectRequest:
 class Listener:
     """Listens on one or several endpoints: `async for request in listener`.
 
+    Where a device is removed, requests go on coming by the others. A wildcard of RDMA's (its endpoint's device is
+    "rdma") stays, and serves the device again when it is back; an endpoint at an address of the device's is lost. With
+    the last one the iteration and `get_request()` end with BrokenError.
+
     Attributes:
-        endpoints: the addresses it listens at.
+        endpoints: where it listens: address, port, device and, if it is bound to one, network interface of each.
     """
 
-    def __init__(self, cm_ids: list[CMID], param: ConnParam, pd: ProtectionDomain | None) -> None:
-        self._cm_ids = cm_ids
-        self._param = param
+    def __init__(self, bound: list[Bound], device: str | None, param: ConnParam, pd: ProtectionDomain | None) -> None:
+        self._bound = bound
+        self._device = device
         self._own_pd = pd
         self._state = loop_state()
         self._loop = asyncio.get_running_loop()
-        self.endpoints = [cm_id.local_addr for cm_id in cm_ids]
+        self.port = bound[0].endpoint.port
+        self.endpoints: list[Endpoint] = [endpoint for _, endpoint in bound]
         self._queue: asyncio.Queue[ConnectRequest | None] = asyncio.Queue()
         self._closed = False
-        for cm_id in cm_ids:
-            cm_id.on_request = _into(self._queue, cm_id, self._state, pd, param)
-
-    @property
-    def port(self) -> int:
-        """The port, the same on every endpoint."""
-        return int(self.endpoints[0][1])
+        self._broken: BrokenError | None = None
+        weak = weakref.ref(self)
+        for one in bound:
+            one.cm_id.on_request = _into(self._queue, one.cm_id, self._state, device, pd, param)
+            one.cm_id.on_disconnected = _losing(weak, one)
 
     @property
     def context(self) -> Context:
-        """The device of the first endpoint."""
-        return self._state.context(self._cm_ids[0].device_name)
+        """The device it listens on.
+
+        Raises:
+            DeviceError: it listens on several; each request has its own.
+        """
+        if self._own_pd is not None:
+            return self._own_pd.context
+        names = {endpoint.device for endpoint in self.endpoints}
+        if RDMA in names:
+            names = names - {RDMA} | {device.name for device in rdma_devices()}
+        if len(names) != 1:
+            raise DeviceError(
+                errno.EINVAL, f"{self!r} listens on {', '.join(sorted(names)) or 'no device'}: which one is meant?",
+                verb="Listener.context",
+                hint="use request.context and request.pd of each request, or listen with device= or pd=",
+            )  # fmt: skip
+        return self._state.context(names.pop())
 
     @property
     def pd(self) -> ProtectionDomain:
-        """The protection domain that accepted connections use, on the first endpoint's device."""
+        """The protection domain that accepted connections use.
+
+        Raises:
+            DeviceError: it listens on several devices, and each has its own: see `ConnectRequest.pd`.
+        """
         return self._own_pd or self.context.pd
 
     async def get_request(self) -> ConnectRequest:
@@ -177,15 +197,27 @@ class Listener:
 
         Raises:
             ClosedError: the listener is closed.
+            BrokenError: the devices of all its endpoints are gone.
         """
         request = None if self._closed and self._queue.empty() else await self._queue.get()
         if request is None:
             self._queue.put_nowait(None)
+            if self._broken is not None and not self._closed:
+                raise BrokenError(f"{self!r} has no endpoint left: {self._broken}") from self._broken
             raise ClosedError(f"{self!r} is closed")
         return request
 
+    def _lost(self, one: Bound, reason: str) -> None:
+        """The device of an endpoint is gone."""
+        self._bound.remove(one)
+        self.endpoints = [endpoint for _, endpoint in self._bound]
+        _logger.warning("listening no more at %s port %d by %s: %s", *one.endpoint[:3], reason)
+        if not self._bound:
+            self._broken = BrokenError(reason)
+            self._queue.put_nowait(None)
+
     def __aiter__(self) -> Self:
-        """Iterate over requests, until it is closed."""
+        """Iterate over requests, until it is closed; BrokenError ends it where the devices are gone."""
         return self
 
     async def __anext__(self) -> ConnectRequest:
@@ -202,7 +234,7 @@ class Listener:
         if self._closed:
             return
         self._closed = True
-        _destroy(self._cm_ids, self._queue)
+        _destroy(self._bound, self._queue)
         self._queue.put_nowait(None)
 
     async def __aenter__(self) -> Self:
@@ -216,18 +248,20 @@ class Listener:
             return
         warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
         if self._loop.is_closed():
-            _destroy(self._cm_ids, self._queue)
+            _destroy(self._bound, self._queue)
         else:  # the collector may run in any thread
-            self._loop.call_soon_threadsafe(_destroy, self._cm_ids, self._queue)
+            self._loop.call_soon_threadsafe(_destroy, self._bound, self._queue)
 
     def __repr__(self) -> str:
-        return f"<Listener {self.endpoints}{' closed' if self._closed else ''}>"
+        where = ", ".join(f"{endpoint.host} port {endpoint.port} by {endpoint.device}" for endpoint in self.endpoints)
+        return f"<Listener {where or 'nowhere'}{' closed' if self._closed else ''}>"
 
 
 def _into(
     queue: asyncio.Queue[ConnectRequest | None],
     cm_id: CMID,
     state: LoopState,
+    device: str | None,
     pd: ProtectionDomain | None,
     param: ConnParam,
 ) -> Callable[[CMEvent], None]:
@@ -235,14 +269,34 @@ def _into(
 
     def take(event: CMEvent) -> None:
         child = cm_id.child(event)
-        queue.put_nowait(ConnectRequest(child, event, pd or state.context(child.device_name).pd, param))
+        if device not in (None, RDMA, child.device_name):
+            child.destroy()  # rdma_cm has no wildcard of one device
+            return
+        try:
+            own = pd or state.context(child.device_name, child.owner).pd
+        except OSError as error:
+            _logger.warning("a request from %s can't be taken: %s", child.peer_addr, error)
+            child.destroy()
+            return
+        queue.put_nowait(ConnectRequest(child, event, own, param))
 
     return take
 
 
-def _destroy(cm_ids: list[CMID], queue: asyncio.Queue[ConnectRequest | None]) -> None:
+def _losing(listener: weakref.ref[Listener], one: Bound) -> Callable[[str], None]:
+    """Make what tells a listener that a device is gone; it doesn't keep the listener alive."""
+
+    def lost(reason: str) -> None:
+        known = listener()
+        if known is not None:
+            known._lost(one, reason)  # noqa: SLF001 - its own function
+
+    return lost
+
+
+def _destroy(bound: list[Bound], queue: asyncio.Queue[ConnectRequest | None]) -> None:
     """Stop listening, and reject what nobody took."""
-    for cm_id in cm_ids:
+    for cm_id, _ in bound:
         cm_id.destroy()
     while not queue.empty():
         request = queue.get_nowait()
@@ -261,215 +315,31 @@ def listen(
 ) -> Opening[Listener]:
     """Listen for connections: `async with aiordma.listen(host, port) as listener`, or await it.
 
+    Where no device is named, the address is offered by every RDMA device that has it, and by the soft device: see
+    `Listener.endpoints`. Each request says by which device it came, and has that device's memory (`request.pd`). A
+    loopback address is the soft device's. An RDMA device that fails is passed over, with a warning by the logger
+    "aiordma"; a port number that is taken on one of them is an error.
+
     Args:
         host: name or address to listen at; None or "" is every address, IPv4 and IPv6.
         port: 0 for any that is free, the same on every endpoint; see `Listener.port`.
-        device: "soft", "rdma" or a device's name; by default AIORDMA_DEVICE, else every device there is.
+        device: "soft", "rdma" (every RDMA device) or a device's name is a demand: others don't listen. By default
+            AIORDMA_DEVICE, which is a demand too; without that every device there is. A device's name with every
+            address takes the port on the other RDMA devices too, and rejects what comes in by them: rdma_cm has no
+            wildcard of one device.
         backlog: requests that may wait for an answer at once, connections that have not sent theirs included. More wait
             in the kernel, until you accept or reject one; those of peers that left count until then too.
         param: of the connections to be; `accept` may take others.
-        pd: a protection domain of your own for their memory; by default the device's.
+        pd: a protection domain of your own for their memory, which demands its device; by default each device's.
 
     Raises:
-        DeviceError: the address is in use or not this machine's; or there is no such device.
+        DeviceError: the address is in use, or not this machine's or the device's; or there is no such device.
         AddressError: the name doesn't resolve.
+        ValueError: `pd` isn't of `device`.
     """
 
     async def make() -> Listener:
-        return Listener(await _bind(host, port, device, backlog), param or ConnParam(), pd)
-
-    return Opening(make)
-
-
-async def _bind(host: str | None, port: int, device: str | None, backlog: int) -> list[CMID]:
-    """Bind all endpoints to one port number; with port 0, to one that is free on all of them."""
-    driver = driver_of(choose_device(device))
-    addresses = await resolve_host(host or None, port, passive=True)
-    state = loop_state()
-    for tries in range(_PORT_TRIES):
-        cm_ids: list[CMID] = []
-        number = port
-        try:
-            for address in addresses:
-                cm_id = CMID(state, driver)
-                cm_ids.append(cm_id)
-                try:
-                    cm_id.bind_addr((address[0], number, *address[2:]))
-                except OSError as error:
-                    # A kernel without IPv6 resolves it all the same; asyncio's servers pass over it too.
-                    if error.errno not in _NO_FAMILY or (len(cm_ids) == 1 and address is addresses[-1]):
-                        raise
-                    cm_ids.pop().destroy()
-                    continue
-                number = int(cm_id.local_addr[1])
-            for cm_id in cm_ids:
-                cm_id.listen(backlog)
-        except OSError as error:
-            for cm_id in cm_ids:
-                cm_id.destroy()
-            if error.errno == errno.EADDRINUSE and not port and tries < _PORT_TRIES - 1:
-                continue
-            if isinstance(error, RDMAError):
-                raise
-            raise DeviceError(
-                error.errno or errno.EIO, f"can't listen at {host or '*'} port {number}: {error.strerror}",
-                verb="rdma_bind_addr", hint=_BIND_HINTS.get(error.errno or 0, ""),
-            ) from error  # fmt: skip
-        else:
-            return cm_ids
-    raise AssertionError("unreachable: the last try raises")
-
-
-_NO_FAMILY: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
-
-_BIND_HINTS: Final = {
-    errno.EADDRINUSE: "another program listens there; take another port, or 0 for a free one",
-    errno.EADDRNOTAVAIL: "this address isn't one of this machine's",
-    errno.EACCES: "ports below 1024 need privileges",
-}
-
-
-class Server:
-    """Accepts every request, and runs a handler for each connection. Made by `serve()`.
-
-    A handler's return closes its connection. Its exception goes to the loop's exception handler, and closes only that
-    connection.
-
-    Attributes:
-        listener: what it listens with.
-        connections: the connections whose handlers run.
-    """
-
-    def __init__(self, listener: Listener, handler: Handler, private_data: PrivateData) -> None:
-        self.listener = listener
-        self._handler = handler
-        self._private_data = private_data
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.connections: set[Connection] = set()
-        self._closing: asyncio.Task[None] | None = None
-        self._acceptor = self._loop.create_task(self._accept())
-        self._done: asyncio.Future[None] = self._loop.create_future()
-
-    @property
-    def port(self) -> int:
-        """The port it listens at."""
-        return self.listener.port
-
-    @property
-    def pd(self) -> ProtectionDomain:
-        """The protection domain its connections use: register here what they shall serve."""
-        return self.listener.pd
-
-    def is_serving(self) -> bool:
-        """Whether it accepts connections."""
-        return self._closing is None
-
-    async def _accept(self) -> None:
-        async for request in self.listener:
-            task = self._loop.create_task(self._handle(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _handle(self, request: ConnectRequest) -> None:
-        """Accept one request, and run its handler."""
-        connection = None
-        try:
-            data = self._private_data
-            connection = await request.accept(private_data=data(request) if callable(data) else data)
-            self.connections.add(connection)
-            try:
-                await self._handler(connection)
-            finally:
-                # How a connection ends that its handler is done with concerns nobody.
-                with contextlib.suppress(BrokenError):
-                    await connection.close()
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises concerns its connection only
-            if connection is None and isinstance(error, (ConnectionError, ClosedError)):
-                return  # the peer left before it was accepted: no fault of anyone's here
-            # Without the task: Python 3.12 would run the exception handler in its context, which is entered already.
-            self._loop.call_exception_handler(
-                {"message": f"the handler of {connection or request!r} failed", "exception": error}
-            )
-        finally:
-            if connection is None:
-                request.abandon()
-            self.connections.discard(connection)
-
-    async def serve_forever(self) -> None:
-        """Serve until cancelled or closed; then close."""
-        try:
-            await asyncio.shield(self._done)
-        finally:
-            await self.close()
-
-    async def close(self) -> None:
-        """Close the listener, then cancel the handlers and close their connections. Idempotent.
-
-        Cancellation: drops the waiter; the closing itself goes on.
-        """
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        try:
-            await self.listener.close()
-            await asyncio.wait((self._acceptor,))
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
-        finally:
-            if not self._done.done():
-                self._done.set_result(None)
-
-    async def wait_closed(self) -> None:
-        """Wait until it is closed, handlers included."""
-        await asyncio.shield(self._done)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        return f"<Server {self.listener.endpoints} connections={len(self.connections)}>"
-
-
-def serve(
-    handler: Handler,
-    host: str | None = None,
-    port: int = 0,
-    *,
-    private_data: PrivateData = b"",
-    device: str | None = None,
-    backlog: int = 512,
-    param: ConnParam | None = None,
-    pd: ProtectionDomain | None = None,
-) -> Opening[Server]:
-    """Serve connections with a handler: `async with aiordma.serve(handle, host, port) as server`, or await it.
-
-    Args:
-        handler: a coroutine function that takes the connection; it is closed when the handler returns.
-        host: see `listen`.
-        port: see `listen`.
-        private_data: what each peer gets with the accept: bytes, or a function of the request.
-        device: see `listen`.
-        backlog: see `listen`.
-        param: see `listen`.
-        pd: see `listen`.
-
-    Raises:
-        DeviceError: the address is in use or not this machine's; or there is no such device.
-        AddressError: the name doesn't resolve.
-    """
-
-    async def make() -> Server:
-        return Server(
-            await listen(host, port, device=device, backlog=backlog, param=param, pd=pd), handler, private_data
-        )
+        demand = demanded(device, pd)
+        return Listener(await bind(host, port, demand, backlog), demand, param or ConnParam(), pd)
 
     return Opening(make)

@@ -262,7 +262,7 @@ class MemoryPool:
     def alloc(self, length: int) -> MemoryRegion:
         """Allocate `length` bytes with LOCAL_WRITE, and no remote right."""
         if self._closed:
-            raise ClosedError("the memory pool is closed")
+            raise self._pd.unusable() if self._pd.closed else ClosedError("the memory pool is closed")
         if length > self.SLAB_SIZE:
             return self._pd.register(anonymous(length), access=Access.LOCAL_WRITE)
         size_class = max(self._SMALLEST, 1 << (length - 1).bit_length()) if length else self._SMALLEST

@@ -11,6 +11,7 @@ from aiordma.completion import CompletionQueue
 from aiordma.drivers.base import Completion, DriverContext, DriverPD
 from aiordma.enums import Opcode, QPState, SendFlags, WCStatus
 from aiordma.errors import BrokenError, ClosedError, CompletionError, RDMAError, completion_error
+from aiordma.raw_connect import RawConnect
 from aiordma.recv_ledger import RecvLedger
 from aiordma.send_ledger import SendLedger
 from aiordma.slots import RecvSlot, RunSlot, SendSlot, reject, withdrawn
@@ -24,9 +25,11 @@ _R = TypeVar("_R")
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 _READ: Final = Opcode.RDMA_READ
 _FLUSHED: Final = int(WCStatus.WR_FLUSH_ERR)
+#: Seconds that the cause of a flush may come after it.
+_EXPLAINED_WITHIN: Final = 1.0
 
 
-class QueuePair(SendLedger):
+class QueuePair(RawConnect, SendLedger):
     """A reliable connected queue pair (ibv_qp) whose posts return futures.
 
     A full send queue never raises: requests wait in order, and count against the write buffer limits.
@@ -51,6 +54,9 @@ class QueuePair(SendLedger):
         max_send_wr = min(param.max_send_wr, limits.max_send_wr)
         max_recv_wr = min(param.recv_depth, limits.max_recv_wr)
         self._context = context
+        self._param = param
+        #: "iwarp", "roce" or "ib".
+        self.transport = limits.transport
         self._entries = max_send_wr + max_recv_wr
         cq = cq_for(self._entries)
         try:
@@ -71,8 +77,13 @@ class QueuePair(SendLedger):
         self.on_failure: Callable[[BaseException], None] | None = None
         self.closed = False
         self._receives = RecvLedger(self.driver)
+        #: The device is gone: requests end with that, not as flushed.
+        self._gone: BrokenError | None = None
         #: The first failure, seen before it was its completion's turn: its wr_id and exception.
         self._foreseen: tuple[int, CompletionError] | None = None
+        #: Flushes that came before what caused them, and when they are handed out without a cause.
+        self._unexplained: list[Completion] = []
+        self._explaining: asyncio.TimerHandle | None = None
 
     # -- receives -------------------------------------------------------------------------------------------------
 
@@ -127,14 +138,28 @@ class QueuePair(SendLedger):
             error.__cause__ = self.failure
         return error
 
-    def foresee(self, completions: Sequence[Completion]) -> None:
-        """Look among completions to come for the one that failed: what flushes before it in the queue is its doing."""
+    def unexplained(self, completions: Sequence[Completion]) -> bool:
+        """Look for the cause of an unsuccessful completion, the first of `completions`; True: there is none yet.
+
+        What flushes may be polled before the request that failed, or before the connection manager or an asynchronous
+        event tells of the end (seen on siw and on rxe). In the first case the failure counts at once; in the others the
+        completion is kept here until the cause comes, or a second went by.
+        """
         for completion in completions:
             wr_id, status, _, _, qp_num, _, _, _ = completion
             if qp_num == self.qp_num and status not in (0, _FLUSHED):
                 slot = None if wr_id & 1 else next(slot for slot in self._ledger if slot.wr_id >= wr_id)
                 self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
-                return
+                return False
+        if self.driver.reason or self.driver.disconnected:
+            return False
+        if not self._unexplained:
+            self._explaining = self._loop.call_later(_EXPLAINED_WITHIN, self._unexplained_end)
+        self._unexplained.append(completions[0])
+        return True
+
+    def _unexplained_end(self) -> None:
+        self.fail(BrokenError(self.driver.reason or "the queue pair went to error", orderly=self.driver.disconnected))
 
     # -- failing and closing ----------------------------------------------------------------------------------------
 
@@ -178,8 +203,16 @@ class QueuePair(SendLedger):
         self.refusal = self.refusal or failure
         for slot in self._waiting.clear():
             self._settle(slot, self._flushed_error(slot))
+        if self._explaining is not None:
+            self._explaining.cancel()
+            self._explaining = None
+        unexplained, self._unexplained = self._unexplained, []
+        for completion in unexplained:
+            self.completed(completion)
         if self.on_failure is not None:
             self.on_failure(failure)
+        if unexplained:
+            self.pump()
 
     def refuse(self, why: BaseException) -> None:
         """Take no further posts; what is posted or waits goes on. Of what the user does, the first counts."""
@@ -253,10 +286,43 @@ class QueuePair(SendLedger):
         if alive:
             self.fail(ClosedError("the queue pair is closed"))
             self.to_error()
+        self._destroy(alive=alive)
+
+    def vanish(self, failure: BrokenError) -> None:
+        """The device is gone: every request ends with a BrokenError, not as flushed; then destroy. Idempotent."""
+        if self.closed:
+            return
+        if self._collected is not None:
+            self._post_collected()
+        self._gone = failure
+        try:
+            self.fail(failure)
+            self.driver.to_error()
+            self._destroy(alive=True)
+        except OSError:
+            # What is gone may refuse to be told; what is here has ended all the same.
+            self._destroy(alive=True)
+
+    def _flushed_error(self, slot: SendSlot | RunSlot | RecvSlot) -> RDMAError:
+        if self._gone is None:
+            return super()._flushed_error(slot)
+        error = BrokenError(f"the connection to {self.peer or 'the peer'} ended: {self._gone}")
+        error.__cause__ = self._gone
+        return error
+
+    def _destroy(self, *, alive: bool) -> None:
+        if self.closed:
+            return
         self.closed = True
         self.cq.qps.pop(self.qp_num, None)
         self.cq.release(self._entries)
-        self.driver.close()
+        try:
+            self.driver.close()
+        finally:
+            self._settle_all(alive=alive)
+
+    def _settle_all(self, *, alive: bool) -> None:
+        """Let go of what was still with the device, and tell who waits for it."""
         if not alive:  # nobody can be told
             self._ledger.clear()
             self._receives.clear()

@@ -415,7 +415,7 @@ class SendLedger(ABC):
             slot.finish = slot.inline_data = None
             self._free.append(slot)
 
-    def _flushed_error(self, slot: SendSlot | RunSlot | RecvSlot) -> FlushedError:
+    def _flushed_error(self, slot: SendSlot | RunSlot | RecvSlot) -> RDMAError:
         """Make the exception of a request that ends without a completion, since the queue pair failed."""
         opcode = None if isinstance(slot, RecvSlot) else Opcode(slot.opcode)
         error = FlushedError(WCStatus.WR_FLUSH_ERR, opcode=opcode, qp_num=self.qp_num, peer=self.peer)

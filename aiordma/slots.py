@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from aiordma.drivers.base import Completion
 from aiordma.enums import Opcode
-from aiordma.errors import FlushedError
+from aiordma.errors import BrokenError, FlushedError
 from aiordma.types import SGE, RecvWR, RunWR, SendWR
 
 #: READs collected into one run: few enough that the peer starts on one while the next is made.
@@ -103,13 +103,13 @@ def is_single(slot: SendSlot | RunSlot) -> bool:
 def reject(future: asyncio.Future[Any] | None, error: BaseException, *, quiet: bool = False) -> bool:
     """Set a future's exception, if somebody may wait for it; tells whether a failure was told by that, no mere flush.
 
-    A flush is marked as retrieved: one broken link may flush thousands, and the first failure is the loud one. So is
-    one that is reported otherwise.
+    A flush is marked as retrieved: one broken link, or device that is gone, may flush thousands, and the first failure
+    is the loud one. So is one that is reported otherwise.
     """
     if future is None or future.done():
         return quiet
     future.set_exception(error)
-    flushed = isinstance(error, FlushedError)
+    flushed = isinstance(error, (FlushedError, BrokenError))
     if quiet or flushed:
         future.exception()
     return quiet or not flushed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import attrs
@@ -19,7 +20,10 @@ __all__ = [
     "Capabilities",
     "ConnParam",
     "DeviceInfo",
+    "GIDEntry",
     "PortAttr",
+    "QPAddress",
+    "QPPath",
     "RecvWR",
     "RemoteRegion",
     "RunWR",
@@ -298,6 +302,12 @@ class PortAttr:
     max_mtu: int
     active_mtu: int
     link_layer: Literal["ethernet", "infiniband"]
+    #: InfiniBand's local identifier, 0 where there is none.
+    lid: int = 0
+
+
+def _names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(names)
 
 
 @frozen(kw_only=True)
@@ -313,6 +323,107 @@ class DeviceInfo:
     detail: str = ""
     #: Where not available: the one line that says what to install or do.
     hint: str = ""
+    #: Names of the network interfaces that its ports are on, as far as known.
+    interfaces: tuple[str, ...] = field(default=(), converter=_names)
+    #: IP addresses of these interfaces, as text, as far as known.
+    addresses: tuple[str, ...] = field(default=(), converter=_names)
+    #: It takes TCP's ports on its interfaces, as iWARP in the kernel or in hardware does.
+    takes_tcp_ports: bool = False
+
+
+_GID_SIZE: Final = 16
+_QP_ADDRESS: Final = struct.Struct(">IIHH16s")
+_MAX_U24: Final = (1 << 24) - 1
+_MTUS: Final = (256, 512, 1024, 2048, 4096)
+
+
+def _is_gid(_: object, __: object, gid: bytes) -> None:
+    if len(gid) != _GID_SIZE:
+        raise ValueError(f"a GID is {_GID_SIZE} bytes, not {len(gid)}")
+
+
+@frozen(kw_only=True)
+class GIDEntry:
+    """An entry of a port's GID table (struct ibv_gid_entry)."""
+
+    #: Its place in the table.
+    index: int
+    gid: bytes = field(validator=[instance_of(bytes), _is_gid])
+    #: "ib", "roce1" (an Ethernet frame, not routed) or "roce2" (UDP).
+    kind: Literal["ib", "roce1", "roce2"]
+    #: The network interface, as far as known.
+    interface: str = ""
+
+    @property
+    def address(self) -> str:
+        """The GID in IPv6's notation, or IPv4's if it stands for such an address."""
+        address = ipaddress.IPv6Address(self.gid)
+        return str(address.ipv4_mapped or address)
+
+
+@frozen(kw_only=True)
+class QPAddress:
+    """Where a queue pair is reached without rdma_cm: what the two programs exchange on a way of their own.
+
+    On the wire it is 28 bytes, big-endian: qpn 4, psn 4, lid 2, mtu 2, gid 16.
+    """
+
+    #: The queue pair's number.
+    qpn: int = field(validator=[instance_of(int), ge(0), le(_MAX_U24)])
+    #: Number of the first packet it sends.
+    psn: int = field(validator=[instance_of(int), ge(0), le(_MAX_U24)])
+    #: InfiniBand's local identifier, 0 on RoCE.
+    lid: int = field(default=0, validator=[instance_of(int), ge(0), le(0xFFFF)])
+    #: The port's address; zeros on InfiniBand where the lid alone is used.
+    gid: bytes = field(default=bytes(_GID_SIZE), validator=[instance_of(bytes), _is_gid])
+    #: Bytes of a packet's payload at most: the smaller one of the two sides' is used.
+    mtu: int = field(default=1024, validator=attrs.validators.in_(_MTUS))
+
+    #: Length of `to_bytes()`.
+    WIRE_SIZE = 28
+
+    def to_bytes(self) -> bytes:
+        """Encode as 28 bytes."""
+        return _QP_ADDRESS.pack(self.qpn, self.psn, self.lid, self.mtu, self.gid)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer) -> QPAddress:
+        """Decode from the front of `data`; more bytes are ignored.
+
+        Raises:
+            ValueError: fewer than 28 bytes, or a field is out of its range.
+        """
+        if len(data) < _QP_ADDRESS.size:
+            raise ValueError(f"a QPAddress is {_QP_ADDRESS.size} bytes, got {len(data)}")
+        qpn, psn, lid, mtu, gid = _QP_ADDRESS.unpack_from(data)
+        return cls(qpn=qpn, psn=psn, lid=lid, mtu=mtu, gid=gid)
+
+
+@frozen(kw_only=True)
+class QPPath:
+    """How to get from a queue pair to its peer's: what ibv_modify_qp needs besides the peer's address."""
+
+    #: Of this side.
+    port_num: int
+    #: Of this side's GID, or None: the peer is reached by its lid alone.
+    gid_index: int | None
+    #: Number of the first packet that this side sends.
+    psn: int
+    #: Bytes of a packet's payload.
+    mtu: int
+    #: READs and atomics accepted from the peer at once (max_dest_rd_atomic).
+    responder_resources: int
+    #: READs and atomics outstanding at once (max_rd_atomic).
+    initiator_depth: int
+    #: Seconds until a packet is sent again; the device rounds up.
+    ack_timeout: float
+    #: Seconds that the peer is told to wait where no receive is posted here; the device rounds up.
+    rnr_timer: float
+    retry_count: int
+    rnr_retry: int
+    service_level: int
+    traffic_class: int
+    hop_limit: int
 
 
 def _at_least(low: int) -> Any:
@@ -347,6 +458,14 @@ class ConnParam:
     retry_count: int = field(default=7, validator=[instance_of(int), ge(0), le(7)])
     #: Receiver-not-ready retries (IB and RoCE), 7 is for ever.
     rnr_retry: int = field(default=7, validator=[instance_of(int), ge(0), le(7)])
+    #: Seconds that a peer is told to wait before it sends again what found no receive posted here (IB and RoCE):
+    #: up to 0.65536, rounded up to what the InfiniBand specification has.
+    rnr_timer: float = field(default=0.00064, validator=[instance_of((int, float)), _positive])
+    #: Seconds without an acknowledgement after which a packet is sent again (IB and RoCE), rounded up to 4.096 us times
+    #: a power of two; None: what the route suggests.
+    ack_timeout: float | None = field(default=None, validator=_positive)
+    #: Seconds for finding the device that reaches an address, and again for finding the way there.
+    resolve_timeout: float = field(default=2.0, validator=[instance_of((int, float)), _positive])
     #: Seconds without a sign of life after which the peer's host is asked; None: never.
     keepalive: float | None = field(default=15.0, validator=_positive)
     #: IP type of service, None: the system's.

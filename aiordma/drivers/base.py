@@ -20,7 +20,10 @@ from aiordma.types import (
     Capabilities,
     ConnParam,
     DeviceInfo,
+    GIDEntry,
     PortAttr,
+    QPAddress,
+    QPPath,
     RecvWR,
     RunWR,
     SendWR,
@@ -140,6 +143,14 @@ class DriverQP(Protocol):
     def post_recv(self, wrs: Sequence[RecvWR]) -> bool:
         """Post receives (ibv_post_recv). Returns and raises as `post_send`."""
 
+    def connect_raw(self, remote: QPAddress, path: QPPath) -> None:
+        """Move from INIT to RTR and RTS by ibv_modify_qp, without rdma_cm: InfiniBand and RoCE.
+
+        Raises:
+            DeviceError: the device refuses an attribute; the queue pair is of no use then.
+            UnsupportedError: an iWARP device.
+        """
+
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: everything posted completes, flushed. Idempotent."""
 
@@ -155,13 +166,20 @@ class DriverContext(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
     def query_port(self, port_num: int) -> PortAttr: ...
+    def query_gids(self, port_num: int) -> list[GIDEntry]:
+        """Give the entries of the port's GID table that aren't zero; none where GIDs don't address queue pairs."""
+
     def alloc_pd(self) -> DriverPD: ...
     def create_cq(self, cqe: int, on_ready: Callable[[], None]) -> DriverCQ: ...
     def create_qp(
         self, pd: DriverPD, send_cq: DriverCQ, recv_cq: DriverCQ, *, max_send_wr: int, max_recv_wr: int, max_sge: int
     ) -> DriverQP: ...
     def set_async_handler(self, handler: Callable[[AsyncEventType, int, str], None]) -> None:
-        """Report asynchronous events: type, the number of the QP (or port) concerned, and a reason in words."""
+        """Report asynchronous events: type, the number of the QP (or port) concerned, and a reason in words.
+
+        DEVICE_FATAL is also reported when the device is being removed and no identifier of the connection manager is
+        bound to it that would hear DEVICE_REMOVAL. The context is closed soon after it, not within the call.
+        """
 
     def describe_vendor_err(self, vendor_err: int) -> str:
         """Put a completion's vendor_err in words, or answer with an empty string."""
@@ -180,7 +198,14 @@ class DriverCMID(Protocol):
     def local_addr(self) -> SocketAddress: ...
     @property
     def peer_addr(self) -> SocketAddress: ...
-    def bind_addr(self, addr: SocketAddress) -> None: ...
+    def bind_addr(self, addr: SocketAddress, *, interface: str = "") -> None:
+        """Bind to a local address (rdma_bind_addr): of IPv6, `::` too, without taking IPv4's.
+
+        Args:
+            addr: the address; port 0 is any.
+            interface: take what comes in by this network interface only: the soft device's, others refuse it.
+        """
+
     def resolve_addr(self, src: SocketAddress | None, dst: SocketAddress, timeout: float) -> None: ...
     def resolve_route(self, timeout: float) -> None: ...
     def listen(self, backlog: int) -> None: ...

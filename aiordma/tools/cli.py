@@ -15,6 +15,7 @@ __all__ = ["cli"]
 COMMANDS: Final = {
     "demo": "A server and a client in two processes, and what an awaited operation costs.",
     "devices": "What devices are here, and what to install for those that are not.",
+    "ping": "Pings by RDMA, with rping or itself at the other end.",
 }
 
 

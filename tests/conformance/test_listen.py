@@ -205,10 +205,10 @@ def _without(monkeypatch: pytest.MonkeyPatch, number: int, *, families: str) -> 
     """Let binding to an address of these families fail, as in a kernel that doesn't have them."""
     bind_addr = CMID.bind_addr
 
-    def bind(self: CMID, addr: Any) -> None:
+    def bind(self: CMID, addr: Any, *, interface: str = "") -> None:
         if families == "all" or ":" in addr[0]:
             raise OSError(number, os.strerror(number))
-        bind_addr(self, addr)
+        bind_addr(self, addr, interface=interface)
 
     monkeypatch.setattr(CMID, "bind_addr", bind)
 

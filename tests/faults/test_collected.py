@@ -227,7 +227,7 @@ async def _open_unrequested() -> list[Any]:
     connecting.cancel()
     await asyncio.wait([connecting])
     _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-    await until(lambda: bool(listener._cm_ids[0].driver._arriving))  # type: ignore[attr-defined]
+    await until(lambda: bool(listener._bound[0].cm_id.driver._arriving))  # type: ignore[attr-defined]
     writer.close()
     await writer.wait_closed()
     return [listener]

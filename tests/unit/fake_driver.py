@@ -25,7 +25,19 @@ from aiordma.drivers.soft.rnic import CAPABILITIES
 from aiordma.enums import AsyncEventType, Opcode, QPState, SendFlags, WCOpcode, WCStatus
 from aiordma.memory import MemoryRegion
 from aiordma.queue_pair import QueuePair
-from aiordma.types import SGE, Buffer, Capabilities, ConnParam, PortAttr, RecvWR, RunWR, SendWR
+from aiordma.types import (
+    SGE,
+    Buffer,
+    Capabilities,
+    ConnParam,
+    GIDEntry,
+    PortAttr,
+    QPAddress,
+    QPPath,
+    RecvWR,
+    RunWR,
+    SendWR,
+)
 
 FLUSHED = WCStatus.WR_FLUSH_ERR
 
@@ -123,6 +135,7 @@ class FakeQP:
         self.refuse_recv: deque[int | None] = deque()
         self.closed = False
         self.flush_now = True
+        self.connected_to: tuple[QPAddress, QPPath] | None = None
 
     def post_send(self, wrs: Sequence[SendWR]) -> bool:
         self.posts.append(len(wrs))
@@ -173,6 +186,10 @@ class FakeQP:
     ) -> None:  # fmt: skip
         cq.pending.append((wr_id, int(status), int(opcode), byte_len, self.qp_num, imm_data, 0, vendor_err))
 
+    def connect_raw(self, remote: QPAddress, path: QPPath) -> None:
+        self.connected_to = (remote, path)
+        self.state = QPState.RTS
+
     def to_error(self) -> None:
         self.state = QPState.ERR
         if self.flush_now:
@@ -199,11 +216,15 @@ class FakeContext:
         self.capabilities: Capabilities = attrs.evolve(CAPABILITIES, **capabilities)
         self.cqs: list[FakeCQ] = []
         self.qps: list[FakeQP] = []
+        self.gids: list[GIDEntry] = []
         self.handler: Callable[[AsyncEventType, int, str], None] | None = None
         self.closed = False
 
     def query_port(self, port_num: int) -> PortAttr:
         return PortAttr(state="down", max_mtu=port_num, active_mtu=port_num, link_layer="infiniband")
+
+    def query_gids(self, port_num: int) -> list[GIDEntry]:
+        return self.gids
 
     def alloc_pd(self) -> FakePD:
         return FakePD()

@@ -21,15 +21,26 @@ import aiordma
 FLOORS = (
     ("enums", "errors", "types"),
     ("drivers",),
-    ("cm", "completion", "device", "memory", "queue_pair", "recv_ledger", "send_ledger", "slots", "write_buffer"),
-    ("batch", "connection", "connector", "inbox", "listener", "opening"),
+    (
+        "cm",
+        "completion",
+        "device",
+        "memory",
+        "queue_pair",
+        "raw_connect",
+        "recv_ledger",
+        "send_ledger",
+        "slots",
+        "write_buffer",
+    ),
+    ("batch", "binding", "connection", "connector", "inbox", "listener", "opening", "server"),
     ("messages", "stream"),
     ("",),
     ("nvme", "testing", "tools"),
     ("__main__",),
 )
 #: What of the socket module names and numbers are, rather than sockets.
-SOCKET_NAMES = {"AddressFamily", "SocketKind", "gaierror", "getaddrinfo", "herror"}
+SOCKET_NAMES = {"AddressFamily", "SocketKind", "gaierror", "getaddrinfo", "herror", "if_nameindex"}
 
 
 class Import(NamedTuple):
@@ -128,7 +139,7 @@ def _through_the_seam(sources: Mapping[str, str]) -> list[str]:
             continue
         kind = item.imported.split(".")[2]
         allowed = ("aiordma.device", "aiordma.testing", f"aiordma.drivers.{kind}")
-        if kind != "base" and not any(_inside(item.importer, module) for module in allowed):
+        if kind not in {"base", "watch"} and not any(_inside(item.importer, module) for module in allowed):
             found.append(str(item))
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Final
 
-from aiordma.drivers.soft.sockets import unwatch, watch_readable
+from aiordma.drivers.watch import unwatch, watch_readable
 from aiordma.types import SocketAddress
 
 _ACCEPTS_PER_WAKEUP: Final = 64

@@ -23,10 +23,8 @@ from aiordma.drivers.soft.sockets import (
     open_socket,
     set_keepalive,
     set_tos,
-    unwatch,
-    watch_readable,
-    watch_writable,
 )
+from aiordma.drivers.watch import unwatch, watch_readable, watch_writable
 from aiordma.enums import CMEventType, RejectReason
 from aiordma.errors import ProtocolError
 from aiordma.types import ConnParam, SocketAddress
@@ -167,9 +165,9 @@ class SoftCMID:
 
     # -- the active side --------------------------------------------------------------------------------------------
 
-    def bind_addr(self, addr: SocketAddress) -> None:
-        """Bind a listener's or a client's address (rdma_bind_addr)."""
-        self._sock = bound_socket(addr)
+    def bind_addr(self, addr: SocketAddress, *, interface: str = "") -> None:
+        """Bind a listener's or a client's address (rdma_bind_addr), on one network interface if one is named."""
+        self._sock = bound_socket(addr, interface)
         self.local_addr = self._sock.getsockname()
         self.device_name = NAME
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from aiordma.drivers.soft.endpoint import Endpoint
 from aiordma.drivers.soft.mpa import Framer, Negotiated, mulpdu
-from aiordma.drivers.soft.sockets import watch_readable, watch_writable
+from aiordma.drivers.watch import watch_readable, watch_writable
 from aiordma.enums import Opcode
 
 #: ULPDU towards our own kind: the length field's limit, less what would make a tagged payload end off a cache line.

@@ -15,7 +15,8 @@ from aiordma.drivers.soft.link import Link
 from aiordma.drivers.soft.send_queue import CompletionSink
 from aiordma.drivers.soft.stag import Region, StagTable
 from aiordma.enums import AsyncEventType, Opcode, QPState
-from aiordma.types import Buffer, Capabilities, PortAttr, RecvWR, RunWR, SendWR
+from aiordma.errors import UnsupportedError
+from aiordma.types import Buffer, Capabilities, GIDEntry, PortAttr, QPAddress, QPPath, RecvWR, RunWR, SendWR
 
 NAME: Final = "soft"
 
@@ -187,6 +188,10 @@ class SoftQP:
             self.link.posted_receives()
         return bool(self._recv_cq.pending)
 
+    def connect_raw(self, remote: QPAddress, path: QPPath) -> None:
+        """Not by iWARP: a connection is a TCP connection and its handshake."""
+        raise UnsupportedError("the soft device connects by its connection manager only; InfiniBand and RoCE can")
+
     def to_error(self) -> None:
         """Flush everything posted. A connection with unsent requests is aborted."""
         endpoint = self.endpoint
@@ -249,6 +254,10 @@ class SoftContext:
         if port_num != 1:
             raise ValueError(f"the soft device has port 1 only, not {port_num}")
         return PortAttr(state="active", max_mtu=65_536, active_mtu=65_536, link_layer="ethernet")
+
+    def query_gids(self, port_num: int) -> list[GIDEntry]:
+        """None: addresses are TCP's."""
+        return []
 
     def alloc_pd(self) -> SoftPD:
         """Allocate a protection domain."""

@@ -1,11 +1,8 @@
-"""The soft device's sockets: how they are made, the options that ConnParam asks for, and how the loop watches them."""
+"""The soft device's sockets: how they are made, and the options that ConnParam asks for."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import Callable
-from contextvars import Context
 
 from aiordma.types import ConnParam, SocketAddress
 
@@ -17,13 +14,15 @@ def open_socket(addr: SocketAddress) -> socket.socket:
     return sock
 
 
-def bound_socket(addr: SocketAddress) -> socket.socket:
-    """Make a socket and bind it; one of IPv6 leaves IPv4 to others."""
+def bound_socket(addr: SocketAddress, interface: str = "") -> socket.socket:
+    """Make a socket and bind it, to an interface too if one is named; one of IPv6 leaves IPv4 to others."""
     sock = open_socket(addr)
     try:
         if sock.family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if interface:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
         sock.bind(addr)
     except BaseException:
         sock.close()
@@ -55,23 +54,3 @@ def set_keepalive(sock: socket.socket, param: ConnParam) -> None:
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def watch_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket, callback: Callable[[], object]) -> None:
-    """Call back whenever the socket is readable, in an empty context.
-
-    The loop keeps the context of whoever adds a reader, and all that is in it, as long as the reader.
-    """
-    Context().run(loop.add_reader, sock.fileno(), callback)
-
-
-def watch_writable(loop: asyncio.AbstractEventLoop, sock: socket.socket, callback: Callable[[], object]) -> None:
-    """Call back whenever the socket is writable, in an empty context."""
-    Context().run(loop.add_writer, sock.fileno(), callback)
-
-
-def unwatch(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    """Watch the socket no more, if the loop is still there."""
-    if not loop.is_closed():
-        loop.remove_reader(sock.fileno())
-        loop.remove_writer(sock.fileno())

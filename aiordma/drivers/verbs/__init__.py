@@ -1,0 +1,1 @@
+"""RDMA devices of the kernel, through pyverbs and librdmacm."""

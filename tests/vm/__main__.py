@@ -1,0 +1,154 @@
+"""The targets test-rdma, bench-rdma and shell-rdma of the Makefile: python -m tests.vm test|bench|shell|clean."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.vm.guest import PROJECT, Guest
+from tests.vm.host import HarnessError
+from tests.vm.image import clean, image
+from tests.vm.peer import IN_GUEST, Cable, Peer
+from tests.vm.suites import DEVICES, SUITES, Suite
+from tests.vm.summary import Outcome, read_junit, table
+
+BUILD: Final = PROJECT / "build"
+#: The guest's /out.
+OUT: Final = BUILD / "vm"
+SETUP_LIMIT: Final = 120.0
+
+
+class Run:
+    """A guest, and the suites that run in it, one after the other."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.pytest: list[str] = arguments.pytest
+        self.deadline = time.monotonic() + arguments.limit
+        self.plan = [
+            (suite, device)
+            for suite in SUITES
+            for device in suite.devices
+            if device in (arguments.device or DEVICES) and (not arguments.suite or suite.name in arguments.suite)
+        ]
+        self.outcomes: list[Outcome] = []
+        self.traces: list[str] = []
+
+    def all(self, folder: Path) -> None:
+        """Run them; what can't run because the guest is gone counts as failed."""
+        with contextlib.ExitStack() as stack:
+            cable = stack.enter_context(contextlib.closing(Cable()))
+            guest = stack.enter_context(Guest(folder, OUT, wire=cable.near))
+            gone = ""
+            try:
+                guest.boot()
+                print(f"aiordma: the guest is up after {guest.boot_seconds:.1f} s", flush=True)
+            except HarnessError as error:
+                gone = _report(error)
+            for suite, device in self.plan:
+                outcome = Outcome(device, suite.name)
+                self.outcomes.append(outcome)
+                if gone:
+                    outcome.problem = f"not run, as {gone}"
+                    continue
+                try:
+                    self._one(folder, guest, cable, suite, outcome)
+                except HarnessError as error:
+                    guest.kill()
+                    gone = outcome.problem = _report(error)
+            self.traces = guest.traces()
+
+    def _one(self, folder: Path, guest: Guest, cable: Cable, suite: Suite, outcome: Outcome) -> None:
+        name = f"{outcome.device}-{suite.name}"
+        print(f"\n--- {suite.name} on {outcome.device}", flush=True)
+        limit = min(suite.limit, self.deadline - time.monotonic())
+        if limit <= 0:
+            outcome.problem = "not run: the time limit of the whole run was reached"
+            return
+        environment = {**DEVICES[outcome.device], **suite.environment.get(outcome.device, {})}
+        with contextlib.ExitStack() as stack:
+            peer = None
+            if suite.peer:
+                peer = Peer(folder, guest, cable)
+                stack.enter_context(peer.guest)
+                peer.start()
+                environment["AIORDMA_TEST_PEER"] = IN_GUEST
+            for command in suite.setup:
+                if guest.run(command, {}, SETUP_LIMIT):
+                    outcome.problem = f"its setup failed: {command}"
+                    return
+            # Tests have a time-out each, made for a machine that isn't emulated.
+            pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=400"]
+            command = shlex.join([*pytest, f"--junitxml=/out/junit/{name}.xml", suite.path, *self.pytest])
+            status = guest.run(command, environment, limit, poll=peer.serve if peer else None)
+            for command in suite.teardown:
+                guest.run(command, {}, SETUP_LIMIT)
+        read_junit(outcome, OUT / "junit" / f"{name}.xml", status, empty_is_fine=bool(self.pytest))
+
+
+def _report(error: HarnessError) -> str:
+    """Print an error in full, and give its first sentence."""
+    print(f"aiordma: {error}", flush=True)
+    return str(error).partition(";")[0]
+
+
+def test(arguments: argparse.Namespace) -> int:
+    """Run the suites, and print the table."""
+    started = time.monotonic()
+    run = Run(arguments)
+    if not run.plan:
+        raise HarnessError("no suite of tests/vm/suites.py is for that device")
+    run.all(image())
+    print("\n" + table(run.outcomes, run.traces, time.monotonic() - started))
+    none = not any(outcome.passed or outcome.failed for outcome in run.outcomes)
+    if none:
+        print("aiordma: no test ran", file=sys.stderr)
+    return int(none or any(outcome.bad for outcome in run.outcomes))
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Run the benchmarks, and bring their numbers back."""
+    with Guest(image(), OUT) as guest:
+        guest.boot()
+        status = guest.run('bash "$AIORDMA_VM_TOOLS/devices"', {}, SETUP_LIMIT)
+        command = shlex.join(["python3", "-m", "benchmarks.rdma", "--json", "/out/bench-rdma.json", *arguments.pytest])
+        status = status or guest.run(command, {}, arguments.limit)
+    if not status:
+        shutil.copyfile(OUT / "bench-rdma.json", BUILD / "bench-rdma.json")
+        print(f"aiordma: written to {BUILD / 'bench-rdma.json'}")
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m tests.vm", description=__doc__)
+    parser.add_argument("command", choices=("test", "bench", "shell", "clean"))
+    parser.add_argument("--device", action="append", choices=list(DEVICES), help="only this one; more than once")
+    parser.add_argument("--suite", action="append", choices=[suite.name for suite in SUITES], help="only this one")
+    parser.add_argument("--limit", type=float, default=14_400.0, help="seconds for the whole run")
+    parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest or the benchmarks")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "test":
+            return test(arguments)
+        if arguments.command == "bench":
+            return bench(arguments)
+        if arguments.command == "shell":
+            return Guest(image(), OUT).shell()
+        clean()
+    except HarnessError as error:
+        print(f"aiordma: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
