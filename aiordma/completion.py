@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from aiordma.drivers.base import DriverContext
 
 if TYPE_CHECKING:
     from aiordma.queue_pair import QueuePair
+    from aiordma.send_ledger import SendLedger
 
 __all__ = ["CompletionQueue"]
+
+_T = TypeVar("_T")
 
 #: Completions taken in one callback of the loop; the rest after other callbacks had their turn.
 _BUDGET: Final = 256
@@ -80,8 +84,12 @@ class CompletionQueue:
         self.budget.renew()
         self.poll()
 
-    def poll(self) -> None:
-        """Take what is there, and resolve its futures."""
+    def posting(self, ledger: SendLedger, post: Callable[[_T], bool]) -> Callable[[_T], bool]:  # noqa: ARG002
+        """Give what a queue pair posts by: the driver's own function, as nothing has to follow a post."""
+        return post
+
+    def poll(self) -> int:
+        """Take what is there, resolve its futures, and tell how many completions that were."""
         completions = self.driver.poll(_BUDGET)
         qps = self.qps
         touched: list[QueuePair] = []
@@ -97,6 +105,7 @@ class CompletionQueue:
             qp.pump()
         if len(completions) == _BUDGET:
             self.defer()
+        return len(completions)
 
     def posted(self) -> None:
         """A post returned with a completion already there: resolve it at once, as far as the turn's budget goes."""

@@ -218,6 +218,11 @@ class _Allocation(MemoryRegion):
         self.rkey = slab.rkey
         SGE.__init__(self, slab.addr + start, len(whole), slab.lkey)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is deregistered, by itself or with its pool."""
+        return self._mr is None or self.pd.closed
+
     def deregister(self) -> None:
         """Invalidate it; its place goes back to the pool when nothing refers to it any more."""
         self._mr = None

@@ -219,11 +219,6 @@ class QueuePair(RawConnect, SendLedger):
         if not isinstance(self.refusal, ClosedError):
             self.refusal = why
 
-    @property
-    def in_flight(self) -> int:
-        """Send requests posted or waiting that have not completed; a run counts as one."""
-        return len(self._ledger) + len(self._waiting) + (self._collected is not None)
-
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: everything posted completes, flushed. Idempotent."""
         if not self.closed:

@@ -50,7 +50,8 @@ class SendLedger(ABC):
         self.cq = cq
         self._loop = loop
         self._create_future = loop.create_future
-        self._post_send = driver.post_send
+        self._post_send = cq.posting(self, driver.post_send)
+        self._post_run = cq.posting(self, driver.post_run)
         self.qp_num = driver.qp_num
         self.peer: object = None
         self.max_send_wr = max_send_wr
@@ -84,6 +85,11 @@ class SendLedger(ABC):
     @abstractmethod
     def _receive_completed(self, completion: Completion) -> None:
         """Hand out the completion of a receive."""
+
+    @property
+    def in_flight(self) -> int:
+        """Send requests posted or waiting that have not completed; a run counts as one."""
+        return len(self._ledger) + len(self._waiting) + (self._collected is not None)
 
     # -- posting ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +270,7 @@ class SendLedger(ABC):
             while start < len(slots):
                 slot = slots[start]
                 if isinstance(slot, RunSlot):
-                    ready |= self.driver.post_run(slot)
+                    ready |= self._post_run(slot)
                     start += 1
                 else:
                     part = cast("list[SendSlot]", list(takewhile(is_single, slots[start:])))

@@ -1,8 +1,8 @@
 """A kernel with RDMA devices of which the test decides everything: who is reached, who listens, and what a step says.
 
 Two devices, roce0 and iwarp0, beside the soft device, which is the real one. Their addresses are this host's, in
-127.0.0.0/8, of which 127.0.0.1 alone counts as loopback here: so the soft device can stand in. Their ports are the fake's own, iwarp0's
-too: that it takes TCP's is told by its DeviceInfo.
+127.0.0.0/8, of which 127.0.0.1 alone counts as loopback here: so the soft device can stand in. Their ports are the
+fake's own, iwarp0's too: that it takes TCP's is told by its DeviceInfo.
 """
 
 # ruff: noqa: ARG002 - arguments that the seam prescribes
@@ -60,6 +60,8 @@ class FakeCMID:
         self.peer_addr: SocketAddress = ()
         self.destroyed = False
         self.listening = False
+        self.accepted = False
+        self.qp: FakeQP | None = None
         self.peer: FakeCMID | None = None
 
     def __repr__(self) -> str:
@@ -110,6 +112,8 @@ class FakeCMID:
             self.emit(*self.driver.route_answer)
 
     def connect(self, qp: DriverQP, param: ConnParam, private_data: bytes) -> None:
+        assert isinstance(qp, FakeQP)
+        self.qp = qp
         self.driver.calls.append(("connect", self.peer_addr[0]))
         self.driver.fail("connect", self.peer_addr[0])
         if self.driver.silent == "connect":
@@ -133,6 +137,12 @@ class FakeCMID:
 
     def accept(self, qp: DriverQP, param: ConnParam, private_data: bytes) -> None:
         assert self.peer is not None
+        assert isinstance(qp, FakeQP)
+        self.qp = qp
+        if self.peer.destroyed:
+            self.emit(CMEventType.CONNECT_ERROR, status=-errno.ECONNRESET)
+            return
+        self.accepted = self.peer.accepted = True
         self.emit(CMEventType.ESTABLISHED)
         self.peer.emit(CMEventType.ESTABLISHED, private_data=private_data)
 
@@ -145,6 +155,8 @@ class FakeCMID:
         assert not self.destroyed
         for end in (self, self.peer):
             if end is not None:
+                if end.qp is not None:
+                    end.qp.disconnected = True
                 end.emit(CMEventType.DISCONNECTED)
 
     def destroy(self) -> None:
@@ -154,7 +166,8 @@ class FakeCMID:
         for key in [key for key, cm_id in self.driver.bound.items() if cm_id is self]:
             del self.driver.bound[key]
         if self.peer is not None and not self.peer.destroyed:
-            self.peer.emit(CMEventType.REJECTED, status=RejectReason.CONSUMER_DEFINED)
+            end = CMEventType.DISCONNECTED if self.accepted else CMEventType.REJECTED
+            self.peer.emit(end, status=0 if self.accepted else RejectReason.CONSUMER_DEFINED)
 
 
 class FakeCMChannel:

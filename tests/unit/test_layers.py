@@ -31,6 +31,7 @@ FLOORS = (
         "recv_ledger",
         "send_ledger",
         "slots",
+        "spinning",
         "write_buffer",
     ),
     ("batch", "binding", "connection", "connector", "inbox", "listener", "opening", "server"),

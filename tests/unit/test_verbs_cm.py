@@ -238,8 +238,9 @@ async def test_budget_per_turn() -> None:
 async def test_disconnect_that_fails_is_the_end() -> None:
     """Where rdma_disconnect fails, the connection's end is reported by us: no event will come."""
     bench = Bench()
-    cm_id, _ = bench.connecting()
+    cm_id, thread = bench.connecting()
     bench.library.let_go.set()
+    thread.join()
     bench.library.put(cm_id._handle, CMEventType.ESTABLISHED)
     assert (await bench.events.get()).event == CMEventType.ESTABLISHED
     cm_id.disconnect()

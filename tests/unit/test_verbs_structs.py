@@ -9,31 +9,31 @@ from typing import Any, Final
 
 import pytest
 
-from aiordma.drivers.verbs import rdmacm
+from aiordma.drivers.verbs import rdmacm, structs
 from aiordma.drivers.verbs.timers import ack_timeout_code, rnr_timer_code
 from aiordma.errors import DeviceError
 from aiordma.types import SocketAddress
 
 #: Sizes and offsets as gcc has them on x86-64 and on arm64; tests/rdma compares with the compiler that is there.
 LAYOUTS: Final[dict[type[ctypes.Structure], dict[str, int]]] = {
-    rdmacm.IbvGlobalRoute: {"flow_label": 16, "sgid_index": 20, "traffic_class": 22, "sizeof": 24},
-    rdmacm.IbvAHAttr: {"dlid": 24, "sl": 26, "is_global": 29, "port_num": 30, "sizeof": 32},
-    rdmacm.IbvQPCap: {"max_inline_data": 16, "sizeof": 20},
-    rdmacm.IbvQPAttr: {
+    structs.IbvGlobalRoute: {"flow_label": 16, "sgid_index": 20, "traffic_class": 22, "sizeof": 24},
+    structs.IbvAHAttr: {"dlid": 24, "sl": 26, "is_global": 29, "port_num": 30, "sizeof": 32},
+    structs.IbvQPCap: {"max_inline_data": 16, "sizeof": 20},
+    structs.IbvQPAttr: {
         "path_mtu": 8, "rq_psn": 20, "dest_qp_num": 28, "qp_access_flags": 32, "cap": 36, "ah_attr": 56,
         "alt_ah_attr": 88, "pkey_index": 120, "max_rd_atomic": 126, "min_rnr_timer": 128, "port_num": 129,
         "timeout": 130, "retry_cnt": 131, "rnr_retry": 132, "rate_limit": 136, "sizeof": 144,
     },
-    rdmacm.IbvDeviceAttr: {"max_qp_rd_atom": 144, "max_qp_init_rd_atom": 156, "phys_port_cnt": 227, "sizeof": 232},
-    rdmacm.IbvDevice: {"node_type": 16, "transport_type": 20},
-    rdmacm.IbvContext: {"device": 0, "cmd_fd": 264, "async_fd": 268},
-    rdmacm.CMEventChannel: {"fd": 0, "sizeof": 4},
-    rdmacm.CMID: {"verbs": 0, "channel": 8, "context": 16, "qp": 24, "src_addr": 32, "dst_addr": 160},
-    rdmacm.CMConnParam: {
+    structs.IbvDeviceAttr: {"max_qp_rd_atom": 144, "max_qp_init_rd_atom": 156, "phys_port_cnt": 227, "sizeof": 232},
+    structs.IbvDevice: {"node_type": 16, "transport_type": 20},
+    structs.IbvContext: {"device": 0, "cmd_fd": 264, "async_fd": 268},
+    structs.CMEventChannel: {"fd": 0, "sizeof": 4},
+    structs.CMID: {"verbs": 0, "channel": 8, "context": 16, "qp": 24, "src_addr": 32, "dst_addr": 160},
+    structs.CMConnParam: {
         "private_data_len": 8, "responder_resources": 9, "initiator_depth": 10, "flow_control": 11, "retry_count": 12,
         "rnr_retry_count": 13, "srq": 14, "qp_num": 16, "sizeof": 24,
     },
-    rdmacm.CMEventStruct: {"id": 0, "listen_id": 8, "event": 16, "status": 20, "conn": 24},
+    structs.CMEventStruct: {"id": 0, "listen_id": 8, "event": 16, "status": 20, "conn": 24},
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -134,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=14_400.0, help="seconds for the whole run")
     parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest or the benchmarks")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # And on the way out the guest is killed.
     try:
         if arguments.command == "test":
             return test(arguments)
