@@ -88,6 +88,7 @@ async def bind(host: str | None, port: int, device: str | None, backlog: int) ->
                     binder.bind_soft(driver, addresses)
                 else:
                     binder.bind_rdma(driver, addresses)
+                    binder.open_devices(driver)
             return binder.finish()
         except BaseException as error:
             binder.drop()
@@ -122,6 +123,8 @@ class _Binder:
         """Listen on the RDMA devices that have the addresses; where they aren't demanded, as far as that goes."""
         try:
             self.devices = [device for device in driver.list_devices() if device.available]
+            if self.demand is None and not self.devices:
+                return  # what comes in by one couldn't be accepted, without pyverbs for one
         except OSError as error:
             self._pass_over(error, "the RDMA devices can't be listed")
         for address in addresses:
@@ -135,6 +138,19 @@ class _Binder:
                 self._pass_over(error, f"RDMA isn't offered at {address[0]} port {self.port}")
                 if address[0] in _WILDCARDS and error.errno not in _NOT_THERE:
                     self._each_address(driver, address)
+
+    def open_devices(self, driver: Driver) -> None:
+        """Open what requests may come in by: the peer of the first one shall not wait for that."""
+        names = {endpoint.device for _, endpoint in self.bound}
+        for device in self.devices:
+            if not names & {RDMA, device.name}:
+                continue
+            try:
+                self.state.context(device.name, driver)
+            except OSError as error:
+                if self.demand is not None:
+                    raise
+                self._pass_over(error, f"device {device.name} can't be opened, and its requests will be rejected")
 
     def _each_address(self, driver: Driver, wildcard: SocketAddress) -> None:
         """Where the wildcard failed, perhaps of one device only: listen at every address of every device."""

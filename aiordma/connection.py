@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import operator
 import struct
@@ -38,6 +39,7 @@ _READ: Final = Opcode.RDMA_READ
 _WRITE: Final = Opcode.RDMA_WRITE
 _SEND: Final = Opcode.SEND
 _SIGNALED: Final = int(SendFlags.SIGNALED)
+_FENCE: Final = int(SendFlags.FENCE)
 #: `fence: bool` is or-ed into the flags as it is.
 assert int(SendFlags.FENCE) == int(True)
 _SOLICITED: Final = int(SendFlags.SOLICITED)
@@ -94,10 +96,12 @@ class Connection:
         try:
             memory = pd.alloc(param.recv_size * param.recv_depth)
         except (OSError, OverflowError) as error:
+            hint = "make recv_size or recv_depth in ConnParam smaller"
+            if isinstance(error, DeviceError) and error.hint:  # the memlock limit
+                hint += f"; {error.hint}"
             raise DeviceError(
                 getattr(error, "errno", errno.ENOMEM),
-                f"no memory for {param.recv_depth} receives of {param.recv_size} bytes",
-                verb="ibv_reg_mr", hint="make recv_size or recv_depth in ConnParam smaller",
+                f"no memory for {param.recv_depth} receives of {param.recv_size} bytes", verb="ibv_reg_mr", hint=hint,
             ) from error  # fmt: skip
         self.qp: QueuePair = pd.create_qp(param)
         self._post_read = self.qp.post_read
@@ -114,6 +118,7 @@ class Connection:
         self._sweep_at = 16
         self._closing: asyncio.Task[None] | None = None
         self._established = False
+        self._alive: asyncio.TimerHandle | None = None
         self._inbox = Inbox(self.qp, memory, param)
 
     # -- one-sided operations -----------------------------------------------------------------------------------
@@ -245,6 +250,8 @@ class Connection:
 
         Its success proves placement on every device.
         """
+        if self.capabilities.empty_read_waits:
+            self.qp.post_send(_WRITE, (), send_flags=_SIGNALED | _FENCE)  # its fence waits for the READs before it
         return self.qp.post_send(_READ, ())
 
     def batch(self) -> Batch:
@@ -472,6 +479,8 @@ class Connection:
         self._free()
 
     def _free(self) -> None:
+        if self._alive is not None:
+            self._alive.cancel()
         self._landings.clear()
         _free(self.qp, self._inbox, self._cm_id, self._regions)
 
@@ -553,6 +562,18 @@ class Connection:
         self._established = True
         self.qp.peer = self._cm_id.peer_addr
         self.peer_private_data = event.private_data or self.peer_private_data
+        if self.qp.transport != "iwarp" and self.param.keepalive is not None:  # there TCP does it, or nothing can
+            self._keep_alive(self.param.keepalive)
+
+    def _keep_alive(self, interval: float) -> None:
+        """See in each interval that the peer's host is there."""
+        call = _weakly(self._still_alive)
+        self._alive = self._loop.call_later(interval, call, interval, context=contextvars.Context())
+
+    def _still_alive(self, interval: float) -> None:
+        if not self.is_closing():
+            self.qp.probe()
+            self._keep_alive(interval)
 
 
 def _check_u32(name: str, value: int | None) -> int:

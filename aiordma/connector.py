@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from typing import Final
+from collections.abc import Awaitable
+from typing import Final, TypeVar
 
 from attrs import frozen
 
@@ -13,7 +14,6 @@ from aiordma.cm import CMID, resolve_host
 from aiordma.connection import Connection
 from aiordma.device import (
     RDMA,
-    Context,
     ProtectionDomain,
     demanded,
     driver_of,
@@ -38,6 +38,8 @@ from aiordma.types import ConnParam, SocketAddress
 __all__ = ["connect"]
 
 _logger = logging.getLogger("aiordma")
+
+_T = TypeVar("_T")
 
 #: Tries where the peer still holds a connection that ours can't be told from, and seconds between them.
 _STALE_TRIES: Final = 4
@@ -73,7 +75,8 @@ def connect(
         param: queue sizes, depths, time-outs.
         local_addr: address and port of this side, 0 for any port.
         pd: a protection domain of your own, which demands its device; by default the device's.
-        fallback_delay: seconds for RDMA to answer before the soft device is tried; None: as long as RDMA takes.
+        fallback_delay: seconds for RDMA to find the way, and again for the peer to answer, before the soft device is
+            tried; None: as long as that takes.
 
     Raises:
         AddressError: the name doesn't resolve, no device reaches it, or another one than demanded. Of several failures
@@ -107,14 +110,16 @@ class _Wanted:
 async def _connect(host: str, port: int, wanted: _Wanted) -> Connection:
     demand = driver_of(wanted.device) if wanted.device else None
     addresses = await resolve_host(host, port)
-    soft, rdma = soft_driver(), demand or rdma_driver()
+    soft = soft_driver()
     errors: list[ConnectError] = []
     left: list[SocketAddress] = []
     for address in addresses:
         if demand is not None:
             driver, why = demand, f"{wanted.device} is asked for"
-        elif is_loopback(address) or rdma is None:
-            driver, why = soft, "the address is this host's own" if rdma else "there is no RDMA device"
+        elif is_loopback(address):
+            driver, why = soft, "the address is this host's own"
+        elif (rdma := rdma_driver()) is None:
+            driver, why = soft, "there is no RDMA device"
         else:
             driver, why = rdma, "RDMA reaches it"
         try:
@@ -160,21 +165,14 @@ async def _try(
     driver: Driver, address: SocketAddress, wanted: _Wanted, why: str, *, may_fall_back: bool = False
 ) -> Connection:
     """Connect by one driver to one address; a stale connection at the peer is waited out."""
-    seconds = wanted.fallback_delay if may_fall_back else None
     for tries in range(1, _STALE_TRIES + 1):
-        limit = asyncio.timeout(seconds)
         try:
-            async with limit:
-                connection = await _connect_address(driver, address, wanted, may_fall_back=may_fall_back)
+            connection = await _connect_address(driver, address, wanted, may_fall_back=may_fall_back)
         except RejectedError as error:
             if error.status != RejectReason.STALE_CONNECTION or tries == _STALE_TRIES:
                 raise
             _logger.info("%s: the peer still holds an old connection, once more", address[0])
             await asyncio.sleep(_STALE_PAUSE)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise ConnectTimeoutError(f"can't connect to {address}: no answer by RDMA within {seconds:g} s") from error
         else:
             took = _logger.info if driver is soft_driver() and not is_loopback(address) else _logger.debug
             took("connected to %s by %s: %s", address[0], connection.device, why)
@@ -185,8 +183,16 @@ async def _try(
 async def _connect_address(
     driver: Driver, address: SocketAddress, wanted: _Wanted, *, may_fall_back: bool
 ) -> Connection:
+    state = loop_state()
+    patience = wanted.fallback_delay if may_fall_back else None
     try:
-        cm_id, context = await _resolve(driver, address, wanted)
+        state.channel(driver)  # loads a library at first, which is no time of the peer's
+        cm_id = await _within(patience, address, _resolve(driver, address, wanted))
+        try:
+            context = state.context(cm_id.device_name, driver)
+        except BaseException:
+            cm_id.destroy()
+            raise
     except DeviceError as error:
         if may_fall_back:  # no device is usable: the peer isn't reached by RDMA
             raise AddressError(f"can't use RDMA: {error}") from error
@@ -197,15 +203,31 @@ async def _connect_address(
     except BaseException:
         cm_id.destroy()
         raise
-    await connection.establish(cm_id.connect, wanted.private_data)
+    await _within(patience, address, connection.establish(cm_id.connect, wanted.private_data))
     return connection
 
 
-async def _resolve(driver: Driver, address: SocketAddress, wanted: _Wanted) -> tuple[CMID, Context]:
-    """Find the device that reaches an address, and open it; if it isn't the one asked for, from that one's address.
+async def _within(seconds: float | None, address: SocketAddress, step: Awaitable[_T]) -> _T:
+    """Wait for a step, so long if a limit is given.
 
     Raises:
-        DeviceError: there is no connection manager, or the device can't be opened.
+        ConnectTimeoutError: it took longer, and was cancelled.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await step
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise ConnectTimeoutError(f"can't connect to {address}: no answer by RDMA within {seconds:g} s") from error
+
+
+async def _resolve(driver: Driver, address: SocketAddress, wanted: _Wanted) -> CMID:
+    """Find the device that reaches an address; if it isn't the one asked for, once more from that one's address.
+
+    Raises:
+        DeviceError: the connection manager can't be used.
         AddressError, RouteError: none reaches it, or another one does.
     """
     state = loop_state()
@@ -225,10 +247,10 @@ async def _resolve(driver: Driver, address: SocketAddress, wanted: _Wanted) -> t
             if cm_id.device_name != name:
                 raise AddressError(f"{address[0]} is reached by device {reached_by}, and {name} is asked for")  # noqa: TRY301
         await cm_id.resolve_route(timeout=timeout)
-        return cm_id, state.context(cm_id.device_name, driver)
     except BaseException:
         cm_id.destroy()
         raise
+    return cm_id
 
 
 def _address_of(driver: Driver, name: str | None, peer: SocketAddress) -> SocketAddress | None:

@@ -15,7 +15,7 @@ from aiordma.errors import ClosedError
 from aiordma.types import SGE, Buffer, RemoteRegion
 
 if TYPE_CHECKING:
-    from aiordma.device import ProtectionDomain
+    from aiordma.domain import ProtectionDomain
 
 __all__ = ["MemoryPool", "MemoryRegion", "MemorySlice"]
 

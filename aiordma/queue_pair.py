@@ -77,6 +77,8 @@ class QueuePair(RawConnect, SendLedger):
         self.on_failure: Callable[[BaseException], None] | None = None
         self.closed = False
         self._receives = RecvLedger(self.driver)
+        #: The last request when `probe()` looked.
+        self._probed = 0
         #: The device is gone: requests end with that, not as flushed.
         self._gone: BrokenError | None = None
         #: The first failure, seen before it was its completion's turn: its wr_id and exception.
@@ -104,9 +106,21 @@ class QueuePair(RawConnect, SendLedger):
         if self._receives.post(slots):
             # Not at once: the caller is in the middle of taking a message.
             self.cq.defer()
+        if self.failure is not None and not self._context.capabilities.late_requests_flush:
+            self._loop.call_soon(self._flush_late)
+
+    def _flush_late(self) -> None:
+        """Flush in the device's stead what was posted when it had flushed already."""
+        if self.closed or self.driver.state is not QPState.ERR:
+            return
+        while self.cq.poll():
+            pass  # what came before the end, and what the device flushed
+        if not self.closed:
+            self._settle_all(alive=True)
 
     def _receive_completed(self, completion: Completion) -> None:
-        self._received(self._receives.completed(completion), completion)
+        if self._receives:  # else it was flushed here already
+            self._received(self._receives.completed(completion), completion)
 
     def _received(self, slot: RecvSlot, completion: Completion) -> None:
         error = self._failed(completion, None) if completion[1] else None
@@ -148,7 +162,7 @@ class QueuePair(RawConnect, SendLedger):
         for completion in completions:
             wr_id, status, _, _, qp_num, _, _, _ = completion
             if qp_num == self.qp_num and status not in (0, _FLUSHED):
-                slot = None if wr_id & 1 else next(slot for slot in self._ledger if slot.wr_id >= wr_id)
+                slot = None if wr_id & 1 else next((slot for slot in self._ledger if slot.wr_id >= wr_id), None)
                 self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
                 return False
         if self.driver.reason or self.driver.disconnected:
@@ -211,6 +225,8 @@ class QueuePair(RawConnect, SendLedger):
             self.completed(completion)
         if self.on_failure is not None:
             self.on_failure(failure)
+        if not self._context.capabilities.late_requests_flush:
+            self._loop.call_soon(self._flush_late)
         if unexplained:
             self.pump()
 
@@ -227,6 +243,15 @@ class QueuePair(RawConnect, SendLedger):
             self.driver.to_error()
             # The flush is there at once on the devices that do it in the call; the rest comes by the channel.
             self.cq.poll()
+
+    def probe(self) -> None:
+        """Post a WRITE of nothing, if nothing was posted since the last call and nothing is in flight.
+
+        The peer's device acknowledges it without the program; where that is gone, the queue pair fails.
+        """
+        if self._next_id == self._probed and not self.in_flight and self.refusal is None:
+            self._retire()
+        self._probed = self._next_id
 
     async def flushed(self) -> None:
         """Wait until the ledger is empty: no request of this queue pair is with the device."""
@@ -290,6 +315,7 @@ class QueuePair(RawConnect, SendLedger):
         if self._collected is not None:
             self._post_collected()
         self._gone = failure
+        self._unexplained.clear()  # this explains them: they end as all others do
         try:
             self.fail(failure)
             self.driver.to_error()

@@ -278,6 +278,11 @@ class Capabilities:
     read_sink_needs_remote_write: bool
     #: A disconnect flushes the queue pair without our help.
     disconnect_flushes: bool
+    #: A READ of nothing must not follow another one that still waits for its data (siw); `barrier()` sees to that.
+    empty_read_waits: bool = False
+    #: What is posted to a queue pair that went to error by itself is flushed, as the specifications have it; not so on
+    #: siw, which flushes once what it has: the rest is ended on this side.
+    late_requests_flush: bool = True
     max_inline_data: int
     max_send_wr: int
     max_recv_wr: int

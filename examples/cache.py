@@ -55,7 +55,8 @@ async def get(conn: Connection, key: bytes) -> tuple[int, bytes] | None:
 
 async def main() -> None:
     """Run a server and two clients: one puts, the other gets."""
-    table = aiordma.open_device().pd.alloc(SLOTS * SLOT_SIZE, access=Access.REMOTE_READ)
+    pd = aiordma.open_device("soft").pd  # the device of 127.0.0.1
+    table = pd.alloc(SLOTS * SLOT_SIZE, access=Access.REMOTE_READ)
     table.view[:] = pack(0, b"", b"") * SLOTS
     offer = table.remote().to_bytes()
     async with (

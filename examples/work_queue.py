@@ -52,7 +52,7 @@ async def main(tasks: int = 500, workers: int = 4) -> None:
             done_by[name.rstrip(b"\0")] += 1
             arrived.set()
 
-    pd = aiordma.open_device().pd
+    pd = aiordma.open_device("soft").pd  # the device of 127.0.0.1
     memory = pd.alloc(RING + PLACES * 8, access=Access.REMOTE_READ | Access.REMOTE_ATOMIC)
     offer = memory.remote().to_bytes()
     async with (

@@ -8,6 +8,7 @@ asyncio's own loop (Python 3.12 and newer).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -19,14 +20,31 @@ from typing import Any
 import pytest
 import uvloop
 
+from aiordma.cm import CMID
+from aiordma.device import loop_state, rdma_driver
+
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
 }
 
-# libuv opens its signal pipe once per process, and keeps it: it isn't any test's.
+
+async def _open_what_stays_open() -> None:
+    """Have librdmacm meet the devices: it opens each when it meets it first, and keeps it."""
+    driver = rdma_driver()
+    if driver is None or os.environ.get("AIORDMA_TEST_DEVICE", "soft") == "soft":
+        return
+    for device in driver.list_devices():
+        for address in device.addresses:
+            cm_id = CMID(loop_state(), driver)
+            with contextlib.suppress(OSError):
+                cm_id.bind_addr((address, 0))
+            cm_id.destroy()
+
+
+# libuv opens its signal pipe once per process, and keeps it too: none of this is any test's.
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as _first:
-    _first.run(asyncio.sleep(0))
+    _first.run(_open_what_stays_open())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiordma
 from aiordma import Access, Connection, ConnParam, RemoteRegion
+from tests.conformance.support import DEVICE, HOST
 from tests.faults import raw_peer
 from tests.faults.raw_peer import RawPeer
 
@@ -85,13 +86,13 @@ async def _requesting(port: int) -> None:
 
 
 async def _connected(port: int) -> tuple[Connection, RemoteRegion]:
-    conn = await aiordma.connect("127.0.0.1", port)
+    conn = await aiordma.connect(HOST, port, device=DEVICE)
     return conn, RemoteRegion.from_bytes(conn.peer_private_data)
 
 
 async def _idle(port: int) -> None:
     """Is connected."""
-    conn = await aiordma.connect("127.0.0.1", port)
+    conn = await aiordma.connect(HOST, port, device=DEVICE)
     _say("connected")
     await _for_ever()
     await conn.close()
@@ -117,7 +118,7 @@ async def _writing(port: int) -> None:
 
 async def _sending(port: int) -> None:
     """Sends numbered messages without end."""
-    conn = await aiordma.connect("127.0.0.1", port)
+    conn = await aiordma.connect(HOST, port, device=DEVICE)
     _say("connected")
     number = 0
     while True:
@@ -126,9 +127,9 @@ async def _sending(port: int) -> None:
         await asyncio.sleep(0)
 
 
-async def _serving(host: str = "127.0.0.1") -> None:
+async def _serving(host: str = HOST) -> None:
     """Is connected to, offers much to read, and does nothing."""
-    async with aiordma.listen(host) as listener:
+    async with aiordma.listen(host, device=DEVICE) as listener:
         region = listener.pd.alloc(BIG, access=_ALL)
         region.view[:] = b"r" * BIG
         _say(listener.port)
@@ -142,9 +143,21 @@ async def _serving_anywhere(_port: int) -> None:
     await _serving("0.0.0.0")
 
 
+async def _serving_again(port: int) -> None:
+    """Is at a port, and answers each message."""
+
+    async def echo(conn: Connection) -> None:
+        async for message in conn:
+            await conn.send(message)
+
+    async with aiordma.serve(echo, HOST, port, device=DEVICE) as server:
+        _say(server.port)
+        await server.serve_forever()
+
+
 async def _unaccepting(_port: int) -> None:
     """Has got a request, and doesn't answer."""
-    async with aiordma.listen("127.0.0.1") as listener:
+    async with aiordma.listen(HOST, device=DEVICE) as listener:
         _say(listener.port)
         request = await listener.get_request()
         _say("requested")
@@ -160,6 +173,7 @@ _ROLES = {
     "sending": _sending,
     "serving": lambda _port: _serving(),
     "serving-anywhere": _serving_anywhere,
+    "serving-again": _serving_again,
     "unaccepting": _unaccepting,
 }
 

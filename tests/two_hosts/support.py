@@ -5,10 +5,13 @@ AIORDMA_TEST_HOST is an address of the other end, AIORDMA_TEST_NEAR of this one,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shlex
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,12 +20,25 @@ import pytest
 HOST: Final = os.environ.get("AIORDMA_TEST_HOST", "")
 NEAR: Final = os.environ.get("AIORDMA_TEST_NEAR", "")
 DEVICE: Final = os.environ.get("AIORDMA_TEST_DEVICE", "")
+#: The device at the other end of the link.
+FAR: Final = "rxb"
 #: The peer's folder, as it is seen in this guest.
 PEER: Final = os.environ.get("AIORDMA_TEST_PEER", "")
 
 #: Each file's mark. In the guest of `make test-rdma` nothing is skipped by it.
 needs_link: Final = pytest.mark.skipif(not NEAR, reason="needs the two ends of a link: make test-rdma")
 needs_peer: Final = pytest.mark.skipif(not PEER, reason="needs a second guest: make test-rdma")
+
+
+@contextlib.contextmanager
+def netem(*arguments: str, interfaces: tuple[str, ...] = ("va",)) -> Iterator[None]:
+    """Let tc treat the frames that leave these ends of the link: va's go to HOST."""
+    with contextlib.ExitStack() as stack:
+        for interface in interfaces:
+            qdisc = ["dev", interface, "root"]
+            subprocess.run(["tc", "qdisc", "add", *qdisc, "netem", *arguments], check=True)
+            stack.callback(subprocess.run, ["tc", "qdisc", "del", *qdisc], check=True)
+        yield
 
 
 class Job:

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from tests.two_hosts.support import HOST, needs_link
+from tests.two_hosts.support import HOST, needs_link, netem
 
 pytestmark = needs_link
-
-
-@contextmanager
-def netem(*arguments: str) -> Iterator[None]:
-    """Let tc treat the frames towards HOST."""
-    qdisc = ("dev", "va", "root")
-    subprocess.run(["tc", "qdisc", "add", *qdisc, "netem", *arguments], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["tc", "qdisc", "del", *qdisc], check=True)
 
 
 def rping(port: int, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Sequence
 
 from tests.two_hosts.support import HOST, Peer, needs_peer
@@ -24,19 +23,20 @@ def client(port: int, arguments: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 
 def test_death_of_a_host_and_its_return() -> None:
-    """A client of a host that dies ends with an error, and one of the host that came back works."""
+    """A client of a host that dies meets a transport error, and one of the host that came back works."""
     peer = Peer()
     serve(peer, 7301)
     with client(7301) as pinging:
-        assert pinging.stdout is not None
-        assert "ping data" in pinging.stdout.readline()
-        peer.die()
-        died = time.monotonic()
-        output, _ = pinging.communicate(timeout=200)
-        print(f"rping ended {time.monotonic() - died:.1f} s after its peer died: {output[-200:]}")
-        assert pinging.returncode != 0
+        try:
+            assert pinging.stdout is not None
+            assert "ping data" in pinging.stdout.readline()
+            peer.die()
+            # rping itself goes on for minutes then: it waits for an answer to its disconnecting.
+            assert any("transport retry counter exceeded" in line for line in pinging.stdout)
+        finally:
+            pinging.kill()
     peer.boot()
     serve(peer, 7302)
     with client(7302, ["-C", "3"]) as pinging:
-        output, _ = pinging.communicate(timeout=60)
+        output, _ = pinging.communicate(timeout=120)
         assert pinging.returncode == 0, output

@@ -87,6 +87,7 @@ async def test_falls_back(rdma: FakeRDMA, way: str, caplog: pytest.LogCaptureFix
             case "tcp":
                 rdma.errors["connect", ROCE] = errno.ECONNREFUSED
             case "no device":
+                aiordma.open_device("roce0").close()
                 rdma.open_error = DeviceError(errno.EACCES, "not for you")
             case _:
                 loop_state()._channels.pop("verbs").close()
@@ -119,7 +120,7 @@ async def test_no_delay_waits(rdma: FakeRDMA, monkeypatch: pytest.MonkeyPatch) -
     task = asyncio.ensure_future(device_taken(ROCE, 1, fallback_delay=None))
     while not rdma.calls or rdma.calls[-1][0] != "connect":  # noqa: ASYNC110
         await asyncio.sleep(0)
-    assert asked == [None]
+    assert asked == [None, None]
     rdma.ids[-1].emit(CMEventType.CONNECT_ERROR, status=-errno.EPROTO)
     with pytest.raises(ConnectError):
         await task

@@ -202,20 +202,24 @@ async def test_pd_of_a_listener_on_several(rdma: FakeRDMA) -> None:
 
 
 async def test_a_device_that_cannot_be_opened(rdma: FakeRDMA, caplog: pytest.LogCaptureFixture) -> None:
-    """A request by a device that can't be opened is rejected, with a warning; the listener goes on."""
+    """A device that can't be opened is said so at once, and its requests are rejected; if demanded it is an error."""
+    client = aiordma.open_device("roce0")
+    rdma.open_error = DeviceError(errno.EACCES, "not for you")
     async with aiordma.listen("0.0.0.0") as listener:
-        client = aiordma.open_device("roce0")
+        assert "device iwarp0 can't be opened" in caplog.text
+        assert "device roce0" not in caplog.text
         connecting = asyncio.ensure_future(dial(ROCE, listener.port, "roce0"))
         while rdma.calls[-1][0] != "connect":  # noqa: ASYNC110
             await asyncio.sleep(0)
-        rdma.open_error = DeviceError(errno.EACCES, "not for you")
         client.closed = True  # as if it had to be opened for the request
         with pytest.raises(RejectedError):
             await connecting
         client.closed = False
         assert "can't be taken" in caplog.text
-        client.close()
         assert await came_by(listener, "127.0.0.1", "soft") == "soft"
+    client.close()
+    with pytest.raises(DeviceError, match="not for you"):
+        await aiordma.listen("0.0.0.0", device="rdma")
 
 
 async def test_bind_cancelled(rdma: FakeRDMA) -> None:

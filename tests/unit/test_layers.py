@@ -25,6 +25,7 @@ FLOORS = (
         "cm",
         "completion",
         "device",
+        "domain",
         "memory",
         "queue_pair",
         "raw_connect",

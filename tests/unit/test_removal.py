@@ -78,6 +78,19 @@ async def test_flushes_that_come_do_no_harm(rdma: FakeRDMA) -> None:
             await sending
 
 
+async def test_flushes_without_a_cause(rdma: FakeRDMA) -> None:
+    """Where the flush is there before the removal, that is its cause, and the outcome of each request."""
+    async with pair(rdma) as (client, _, _):
+        sending = [client.send(b"x") for _ in range(3)]
+        qp = qp_of(client)
+        qp.to_error()
+        qp.send_cq.ring()
+        await removed(rdma)
+        for outcome in await asyncio.gather(*sending, return_exceptions=True):
+            assert isinstance(outcome, BrokenError)
+            assert GONE in str(outcome)
+
+
 async def test_collected_reads_end(rdma: FakeRDMA) -> None:
     """READs that were collected in the turn of the removal end as well."""
     async with pair(rdma) as (client, _, _):

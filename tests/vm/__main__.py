@@ -133,8 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", action="append", choices=list(DEVICES), help="only this one; more than once")
     parser.add_argument("--suite", action="append", choices=[suite.name for suite in SUITES], help="only this one")
     parser.add_argument("--limit", type=float, default=14_400.0, help="seconds for the whole run")
-    parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest or the benchmarks")
-    arguments = parser.parse_args(argv)
+    parser.epilog = "What follows -- is passed on to pytest, or to the benchmarks."
+    # Cut off by hand: argparse takes no rest after options.
+    given = list(sys.argv[1:] if argv is None else argv)
+    cut = given.index("--") if "--" in given else len(given)
+    arguments = parser.parse_args(given[:cut])
+    arguments.pytest = given[cut + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # And on the way out the guest is killed.
     try:
         if arguments.command == "test":

@@ -53,7 +53,7 @@ cp -L "$1"/boot/initrd.img-* "$1/packed/initrd.img"
 
 def recipe() -> str:
     """Give everything that decides what is in the image, as text."""
-    scripts = [(HERE / "guest" / name).read_text() for name in ("init", "siw")]
+    scripts = [(HERE / "guest" / name).read_text() for name in ("init", "kernel")]
     return "\n".join([SUITE, PYTHON, SIZE, PACKAGES, WHEELS, *PLATFORMS, PACK, *scripts])
 
 
@@ -131,9 +131,9 @@ def _tree(work: Path) -> None:
         f'mkdir -p "$1"{SITE}',
         f"sync-in {shlex.quote(str(work / 'site'))} {SITE}",
         f"upload {shlex.quote(str(HERE / 'guest' / 'init'))} /sbin/aiordma-init",
-        f"upload {shlex.quote(str(HERE / 'guest' / 'siw'))} /root/siw",
+        f"upload {shlex.quote(str(HERE / 'guest' / 'kernel'))} /root/kernel",
         'chmod 755 "$1/sbin/aiordma-init"',
-        'chroot "$1" sh /root/siw',
+        'chroot "$1" sh /root/kernel',
         f'chroot "$1" python3 -m compileall -q {SITE} || :',  # Some packages have files for other Pythons.
         PACK,
         *(f"download /packed/{file} {shlex.quote(str(work / file))}" for file in FILES),

@@ -61,6 +61,20 @@ SUITES: Final = (
         teardown=('bash "$AIORDMA_VM_TOOLS/veth" down',),
     ),
     Suite(
+        name="bad-link",
+        path="tests/two_hosts/test_bad_link.py",
+        devices=("veth",),
+        setup=('bash "$AIORDMA_VM_TOOLS/veth" up',),
+        teardown=('bash "$AIORDMA_VM_TOOLS/veth" down',),
+    ),
+    Suite(
+        name="host-dead",
+        path="tests/two_hosts/test_host_dead.py",
+        devices=("wire",),
+        setup=('bash "$AIORDMA_VM_TOOLS/wire" 1',),
+        peer=True,
+    ),
+    Suite(
         name="peer",
         path="tests/two_hosts/test_peer.py",
         devices=("wire",),

@@ -1,4 +1,5 @@
 class DeviceAttr:
+    vendor_id: int
     max_qp_wr: int
     max_sge: int
     max_sge_rd: int

@@ -44,7 +44,8 @@ class VerbsCQ:
 
     def arm(self, *, solicited_only: bool = False) -> None:
         """Ask for one event at the next completion (ibv_req_notify_cq)."""
-        self.cq.req_notify(solicited_only)
+        if not self._closed:
+            self.cq.req_notify(solicited_only)
 
     def _readable(self) -> None:
         """Take one event: one arm yields one, and looking for another costs an exception."""
@@ -59,8 +60,8 @@ class VerbsCQ:
         self._on_ready()
 
     def poll(self, limit: int) -> list[Completion]:
-        """Take up to `limit` completions (ibv_poll_cq)."""
-        if self._kept:
+        """Take up to `limit` completions (ibv_poll_cq); none once it is closed."""
+        if self._kept or self._closed:
             return self._take_kept(limit)
         return [
             (
@@ -72,6 +73,8 @@ class VerbsCQ:
         ]  # fmt: skip
 
     def _take_kept(self, limit: int) -> list[Completion]:
+        if self._closed:  # pyverbs would read through a null pointer
+            return []
         taken, self._kept = self._kept[:limit], self._kept[limit:]
         return taken + self.poll(limit - len(taken)) if len(taken) < limit else taken
 

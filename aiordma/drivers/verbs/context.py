@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import resource
+import weakref
 from collections.abc import Callable
 from typing import Final, Literal, cast
 
@@ -41,6 +42,8 @@ _PORT_STATES: Final[dict[int, Literal["down", "init", "armed", "active"]]] = {
     1: "down", 2: "init", 3: "armed", 4: "active", 5: "active"
 }  # fmt: skip
 _LINK_ETHERNET: Final = 2
+#: The vendor that the kernel's siw calls itself.
+_SIW: Final = 0x626D74
 _GID_KINDS: Final[dict[str, Literal["ib", "roce1", "roce2"]]] = {
     "IB/RoCE v1": "roce1", "RoCE v2": "roce2"
 }  # fmt: skip
@@ -133,6 +136,7 @@ class VerbsContext:
         self._watch: VerbsCMChannel | None = None
         #: Live queue pairs by number.
         self.qps: dict[int, VerbsQP] = {}
+        self._cqs: weakref.WeakSet[VerbsCQ] = weakref.WeakSet()
         try:
             self.capabilities = _capabilities(self.device, name)
         except BaseException:
@@ -141,6 +145,7 @@ class VerbsContext:
         self._ports = sysfs.ports_of(name) or [1]
         self._port_states = {port: self._port_state(port) for port in self._ports}
         self.chain = _chains.pop() if _chains else SendChain()
+        self.chain.use_for(siw=self.capabilities.empty_read_waits)
         watch_readable(loop, self._fd, self._readable)
         self._watch_removal()
 
@@ -185,7 +190,9 @@ class VerbsContext:
 
     def create_cq(self, cqe: int, on_ready: Callable[[], None]) -> VerbsCQ:
         """Create a completion queue with a channel of its own (ibv_create_cq)."""
-        return VerbsCQ(self.device, self._loop, cqe, on_ready)
+        cq = VerbsCQ(self.device, self._loop, cqe, on_ready)
+        self._cqs.add(cq)
+        return cq
 
     def create_qp(
         self, pd: DriverPD, send_cq: DriverCQ, recv_cq: DriverCQ, *, max_send_wr: int, max_recv_wr: int, max_sge: int
@@ -282,6 +289,8 @@ class VerbsContext:
         unwatch(self._loop, self._fd)
         if self._watch is not None:
             self._watch.close()
+        for child in (*self.qps.values(), *self._cqs):
+            child.close()  # else pyverbs does, and ours don't know
         with verb("ibv_close_device", f"{self.name} can't be closed"):
             self.device.close()
         _chains.append(self.chain)
@@ -310,6 +319,9 @@ def _capabilities(device: Context, name: str) -> Capabilities:
         write_fault_known=not iwarp,
         read_sink_needs_remote_write=iwarp,
         disconnect_flushes=iwarp,
+        # siw's answer to a READ of nothing has as many bytes as its last one, if it is still busy with that.
+        empty_read_waits=attr.vendor_id == _SIW,
+        late_requests_flush=attr.vendor_id != _SIW,
         max_inline_data=_probe_inline(device),
         max_send_wr=attr.max_qp_wr,
         max_recv_wr=attr.max_qp_wr,

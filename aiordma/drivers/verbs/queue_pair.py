@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiordma.drivers.base import PostError
@@ -26,7 +26,7 @@ from aiordma.drivers.verbs.rdmacm import IbvQPAttr
 from aiordma.drivers.verbs.timers import ack_timeout_code, rnr_timer_code
 from aiordma.drivers.verbs.work_requests import CHAIN_LENGTH, built, receive_of
 from aiordma.enums import Access, QPState
-from aiordma.errors import UnsupportedError
+from aiordma.errors import DeviceError, UnsupportedError
 from aiordma.types import QPAddress, QPPath, RecvWR, RunWR, SendWR
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class VerbsQP:
             self._qp = QP(pd.pd, init)
         self.qp_num: int = self._qp.qp_num
         self._chain = context.chain
-        self._post = self._qp.post_send
+        self._post: Callable[..., None] = self._qp.post_send
         self._access = _ALL_ACCESS | (Access.REMOTE_ATOMIC if context.capabilities.atomics else 0)
         self._closed = False
         self._state: QPState | None = None
@@ -164,7 +164,7 @@ class VerbsQP:
             raise self._refused(error, before + taken) from error
 
     def _post_built(self, wr: SendWR, before: int) -> None:
-        request = built(wr)
+        request = built(wr, siw=self._chain.siw)
         try:
             self._post(request)
         except PyverbsError as error:
@@ -197,8 +197,13 @@ class VerbsQP:
         text = f"QP {self.qp_num} in {self.state.name}: {os.strerror(number)}"
         return PostError(number, text, posted=posted, verb=name, hint=hint)
 
+    def _refuse_closed(self, *_: object) -> None:
+        raise PostError(errno.EINVAL, f"QP {self.qp_num} is closed", posted=0)
+
     def post_recv(self, wrs: Sequence[RecvWR]) -> bool:
         """Post receives (ibv_post_recv), one by one: pyverbs can link them, but not unlink."""
+        if self._closed:
+            self._refuse_closed()
         for index, wr in enumerate(wrs):
             try:
                 self._qp.post_recv(receive_of(wr))
@@ -226,6 +231,8 @@ class VerbsQP:
         self._modify(copied, mask)
 
     def _modify(self, attr: QPAttr, mask: int) -> None:
+        if self._closed:
+            raise DeviceError(errno.EINVAL, f"QP {self.qp_num} is closed", verb="ibv_modify_qp")
         state = QPState(attr.qp_state).name
         with verb("ibv_modify_qp", f"QP {self.qp_num} doesn't go to {state}"):
             self._qp.modify(attr, mask)
@@ -265,6 +272,7 @@ class VerbsQP:
             return
         self._closed = True
         self._state = QPState.ERR
+        self._post = self._refuse_closed  # pyverbs would post through a null pointer
         self._context.qps.pop(self.qp_num, None)
         with verb("ibv_destroy_qp", f"QP {self.qp_num} can't be destroyed"):
             self._qp.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import socket
 from ctypes import POINTER, Structure, c_char_p, c_int, c_uint, c_ushort, c_void_p
@@ -59,7 +60,7 @@ def interfaces_of(name: str, root: Path = ROOT) -> tuple[str, ...]:
     for port_num in ports_of(name, root):
         folder = root / name / "ports" / str(port_num) / "gid_attrs" / "ndevs"
         try:
-            indexes = sorted(int(entry.name) for entry in folder.iterdir())
+            indexes = sorted(map(int, os.listdir(folder)))  # noqa: PTH208 - a thousand paths take a connect's time
         except OSError:
             indexes = []
         empty = 0
@@ -98,14 +99,20 @@ _Ifaddrs._fields_ = (
 )
 
 
-def addresses_of(interfaces: tuple[str, ...]) -> tuple[str, ...]:
-    """Give the IP addresses of network interfaces (getifaddrs), IPv4 first; no link-local ones of IPv6."""
-    if not interfaces:
-        return ()
+@functools.cache
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.getifaddrs.argtypes = [POINTER(POINTER(_Ifaddrs))]
     libc.getifaddrs.restype = c_int
     libc.freeifaddrs.argtypes = [POINTER(_Ifaddrs)]
+    return libc
+
+
+def addresses_of(interfaces: tuple[str, ...]) -> tuple[str, ...]:
+    """Give the IP addresses of network interfaces (getifaddrs), IPv4 first; no link-local ones of IPv6."""
+    if not interfaces:
+        return ()
+    libc = _libc()
     first = POINTER(_Ifaddrs)()
     if libc.getifaddrs(ctypes.byref(first)):
         number = ctypes.get_errno()

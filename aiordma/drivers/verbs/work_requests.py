@@ -28,6 +28,8 @@ CHAIN_LENGTH: Final = 64
 INLINE_ROOM: Final = 256
 
 _INLINE: Final = int(SendFlags.INLINE)
+_FENCE: Final = int(SendFlags.FENCE)
+_READ: Final = int(Opcode.RDMA_READ)
 #: The two atomics are the highest opcodes that this driver knows; those with immediate data are the odd ones below.
 _FIRST_ATOMIC: Final = int(Opcode.ATOMIC_CMP_AND_SWP)
 _LAST: Final = int(Opcode.ATOMIC_FETCH_AND_ADD)
@@ -36,9 +38,11 @@ _LAST: Final = int(Opcode.ATOMIC_FETCH_AND_ADD)
 class _Link:
     """One request of the chain, its one element, and the memory of its inline data."""
 
-    __slots__ = ("_export", "inline", "inline_addr", "sge", "wr")
+    __slots__ = ("_export", "inline", "inline_addr", "sge", "siw", "wr")
 
     def __init__(self) -> None:
+        #: Whether the device is siw.
+        self.siw = False
         self.sge = SGE(0, 0, 0)
         self.wr = SendWR(num_sge=1, sg=[self.sge])
         # pyverbs copies the element; the request shall point to ours, whose fields can be set.
@@ -59,6 +63,20 @@ class SendChain:
         self._last = self._links[-1]
         #: Takes a copy of the request that was refused, whose element belongs to that one.
         self.bad = SendWR(num_sge=1, sg=[SGE(0, 0, 0)])
+        self.siw = False
+
+    def use_for(self, *, siw: bool) -> None:
+        """Prepare for a device.
+
+        siw completes a WRITE or SEND when it is handed to TCP, before READs in front of it that still wait for their
+        data; a completion tells of all requests before it, so each of these gets the fence, that is, waits for those
+        READs. A READ must not have one, and needs none: the peer executes READs in order. And siw's READ of nothing
+        gets an empty element: without one it asks for as much as the request did whose place in the queue it takes.
+        (All seen on Linux 6.12.)
+        """
+        self.siw = siw
+        for link in self._links:
+            link.siw = siw
 
     def single(self, request: Request) -> SendWR:
         """Set a list of one request, of one element at most."""
@@ -77,6 +95,7 @@ class SendChain:
         """Set a list of `count` requests of a run, from number `start` on."""
         links = self._links[-count:]
         opcode, size, lkey, rkey = int(run.opcode), run.size, run.lkey, run.rkey
+        fence = _siw_flags(opcode, 0) if self.siw else 0
         wr_id = run.wr_id - 2 * (run.count - 1 - start)
         stop = start + count
         for link, local, remote in zip(links, run.local_addrs[start:stop], run.remote_addrs[start:stop], strict=True):
@@ -88,11 +107,12 @@ class SendChain:
             wr.num_sge = 1
             wr.wr_id = wr_id
             wr.opcode = opcode
-            wr.send_flags = 0
+            wr.send_flags = fence
             wr.set_wr_rdma(rkey, remote)
             wr_id += 2
         if stop == run.count:
-            links[-1].wr.send_flags = run.send_flags
+            flags = run.send_flags
+            links[-1].wr.send_flags = _siw_flags(opcode, flags) if self.siw else flags
         return links[0].wr
 
 
@@ -116,8 +136,14 @@ def _set(link: _Link, request: Request) -> None:
         sge.length = source.length
         sge.lkey = source.lkey
         wr.num_sge = 1
+    elif link.siw and opcode == _READ:  # the empty element
+        sge = link.sge
+        sge.addr = sge.length = sge.lkey = 0
+        wr.num_sge = 1
     else:
         wr.num_sge = 0
+    if link.siw:
+        flags = _siw_flags(opcode, flags)
     wr.wr_id = request.wr_id
     wr.opcode = opcode
     wr.send_flags = flags
@@ -131,12 +157,18 @@ def _set(link: _Link, request: Request) -> None:
         raise PostError(errno.EOPNOTSUPP, f"{Opcode(opcode).name} isn't offered by RDMA devices here", posted=0)
 
 
-def built(request: Request) -> SendWR:
+def _siw_flags(opcode: int, flags: int) -> int:
+    """Give a request's flags on siw; see `SendChain.use_for`."""
+    return flags & ~_FENCE if opcode == _READ else flags | _FENCE
+
+
+def built(request: Request, *, siw: bool = False) -> SendWR:
     """Build a request of several elements, to be closed after its post."""
+    flags = _siw_flags(request.opcode, request.send_flags) if siw else request.send_flags
     elements = [SGE(element.addr, element.length, element.lkey) for element in request.sg_list]
     wr = SendWR(
         wr_id=request.wr_id, opcode=int(request.opcode), num_sge=len(elements), sg=elements,
-        send_flags=request.send_flags, imm_data=socket.htonl(request.imm_data),
+        send_flags=flags, imm_data=socket.htonl(request.imm_data),
     )  # fmt: skip
     wr.set_wr_rdma(request.rkey, request.remote_addr)
     for element in elements:
