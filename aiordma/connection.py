@@ -494,10 +494,11 @@ class Connection:
 
     def _on_disconnected(self, reason: str) -> None:
         """The peer disconnected, or is gone: answer it, and flush."""
-        if self._closing is None and not self.qp.closed:
+        if self._closing is None:
             self._cm_id.disconnect()
-            self.qp.fail(BrokenError(reason, orderly=self.qp.driver.disconnected))
-            self.qp.to_error()
+            if not self.qp.closed:
+                self.qp.fail(BrokenError(reason, orderly=self.qp.driver.disconnected))
+                self.qp.to_error()
 
     async def __aenter__(self) -> Self:
         return self

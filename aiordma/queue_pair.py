@@ -86,6 +86,8 @@ class QueuePair(RawConnect, SendLedger):
         #: Flushes that came before what caused them, and when they are handed out without a cause.
         self._unexplained: list[Completion] = []
         self._explaining: asyncio.TimerHandle | None = None
+        #: This side moved it to error: that is the cause.
+        self._ours = False
 
     # -- receives -------------------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class QueuePair(RawConnect, SendLedger):
                 slot = None if wr_id & 1 else next((slot for slot in self._ledger if slot.wr_id >= wr_id), None)
                 self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
                 return False
-        if self.driver.reason or self.driver.disconnected:
+        if self._ours or self.driver.reason or self.driver.disconnected:
             return False
         if not self._unexplained:
             self._explaining = self._loop.call_later(_EXPLAINED_WITHIN, self._unexplained_end)
@@ -240,6 +242,7 @@ class QueuePair(RawConnect, SendLedger):
         if not self.closed:
             if self._collected is not None:
                 self._post_collected()
+            self._ours = True
             self.driver.to_error()
             # The flush is there at once on the devices that do it in the call; the rest comes by the channel.
             self.cq.poll()

@@ -180,10 +180,17 @@ async def test_impossible_port(port: int) -> None:
 async def test_time_out() -> None:
     """A server that doesn't accept: asyncio.timeout ends the attempt; the next one works."""
     async with aiordma.listen(HOST, 0, device=DEVICE) as listener:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
+        limit = asyncio.timeout(None)
+
+        async def attempt() -> None:
+            async with limit:
                 await aiordma.connect(HOST, listener.port, device=DEVICE)
+
+        attempting = asyncio.create_task(attempt())
         gone = await listener.get_request()
+        limit.reschedule(asyncio.get_running_loop().time())
+        with pytest.raises(TimeoutError):
+            await attempting
         await gone.reject()
         async with connected(aiordma.connect(HOST, listener.port, device=DEVICE), listener) as (client, _):
             await client.barrier()

@@ -76,6 +76,7 @@ async def test_messages_that_waited_come_with_the_next_turn() -> None:
         got: list[int] = []
         r.qp.on_receive = lambda _, completion: got.append(completion[3])
         r.device.state = QPState.ERR
+        r.device.reason = "the link broke"
         r.qp.post_recv_slots((RecvSlot(()),))
         assert not got
         await asyncio.sleep(0)
@@ -129,6 +130,7 @@ async def test_nothing_refers_to_memory_afterwards(how: str) -> None:
         if how == "withdrawn":
             futures[0].cancel()
         if how == "flushed":
+            r.device.reason = "the link broke"
             r.device.to_error()
             r.cq.ring()
         elif how == "closed":

@@ -289,8 +289,10 @@ class VerbsContext:
         unwatch(self._loop, self._fd)
         if self._watch is not None:
             self._watch.close()
-        for child in (*self.qps.values(), *self._cqs):
-            child.close()  # else pyverbs does, and ours don't know
+        for qp in list(self.qps.values()):
+            qp.close()  # else pyverbs does, and ours don't know
+        for cq in list(self._cqs):
+            cq.close()
         with verb("ibv_close_device", f"{self.name} can't be closed"):
             self.device.close()
         _chains.append(self.chain)
