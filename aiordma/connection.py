@@ -221,7 +221,8 @@ class Connection:
 
         Raises:
             UnsupportedError: the device has no atomics.
-            RemoteError: (the future) refused: key, bounds, REMOTE_ATOMIC right, alignment.
+            ValueError: `remote` is shorter than 8 bytes, or its address is no multiple of 8.
+            RemoteError: (the future) refused: key, bounds, REMOTE_ATOMIC right.
         """
         landing = self.landing(remote)
         return self.qp.post_send(
@@ -416,6 +417,8 @@ class Connection:
         self._require("atomics", "atomics")
         if remote.length < 8:
             raise ValueError(f"an atomic works on 8 bytes, the remote region has {remote.length}")
+        if remote.addr & 7:  # some devices refuse it at the post, others ask the peer's
+            raise ValueError(f"an atomic's address is a multiple of 8, not {remote.addr:#x}")
         return self._landings.pop() if self._landings else _Landing(self._landings, self.pd.alloc(8))
 
     def _require(self, capability: str, what: str) -> None:

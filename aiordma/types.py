@@ -276,6 +276,8 @@ class Capabilities:
     write_fault_known: bool
     #: The sink of a READ needs REMOTE_WRITE; the driver adds it at registration.
     read_sink_needs_remote_write: bool
+    #: A queue pair's fault is reported as an asynchronous event too: the kernel's software devices don't.
+    qp_fault_events: bool
     #: A disconnect flushes the queue pair without our help.
     disconnect_flushes: bool
     #: A READ of nothing must not follow another one that still waits for its data (siw); `barrier()` sees to that.

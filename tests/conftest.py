@@ -94,7 +94,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         loop.set_exception_handler(lambda _, context: errors.append(context))
         if os.environ.get("AIORDMA_TEST_EAGER") and sys.version_info >= (3, 12):
             loop.set_task_factory(asyncio.eager_task_factory)
-        left = runner.run(_run(pyfuncitem.obj, arguments))
+        left = runner.run(_run(pyfuncitem.obj, arguments, 5 / 6 * float(pyfuncitem.config.getini("timeout"))))
     gc.collect()
     after = {fd: name for fd, name in _open_fds().items() if before.get(fd) != name}
     assert not left, f"tasks left: {left}"
@@ -103,10 +103,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-async def _run(test: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+async def _run(test: Callable[..., Any], arguments: dict[str, Any], limit: float) -> list[str]:
     """Run a test, let its last callbacks run, and give the tasks that are left."""
     # pytest-timeout's signal doesn't get through to a uvloop that waits.
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(limit):
         await test(**arguments)
     for _ in range(10):
         await asyncio.sleep(0)

@@ -28,6 +28,8 @@ HOST6: Final = os.environ.get("AIORDMA_TEST_HOST6", "::1")
 
 #: Every remote right.
 ALL: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+#: Connections of the tests that open many. Where processors are emulated each takes a third of a second.
+MANY: Final = int(os.environ.get("AIORDMA_TEST_MANY", "1000"))
 #: A value that guard bytes have, and a pattern never ends with.
 GUARD: Final = 0xA5
 
@@ -62,6 +64,12 @@ async def pair_of_domains(
 async def accept_one(listener: aiordma.Listener, private_data: bytes = b"") -> Connection:
     """Accept the next request."""
     return await (await listener.get_request()).accept(private_data=private_data)
+
+
+def require(capability: str) -> None:
+    """Skip, and say so, where the device under test lacks what the test is about; needs a running loop."""
+    if not getattr(capabilities(), capability):
+        pytest.skip(f"{DEVICE} lacks Capabilities.{capability}")
 
 
 def require_ipv6() -> None:

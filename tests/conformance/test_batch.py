@@ -331,7 +331,7 @@ async def test_last_one_is_an_atomic_that_is_cancelled(count: int) -> None:
                 batch.read(remote, into=sink)
             counted = batch.fetch_add(remote, 7)
             asyncio.get_running_loop().call_soon(counted.cancel)
-        assert counted.cancelled()
+        assert counted.cancelled() or counted.result() == 0  # a single one may be done by then
         assert client.qp.in_flight == 0
         assert int.from_bytes(region.view[:8], sys.byteorder) == 7
         await sink.idle()

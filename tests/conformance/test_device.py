@@ -21,7 +21,7 @@ from aiordma import (
     RemoteRegion,
     UnsupportedError,
 )
-from tests.conformance.support import DEVICE, HOST, capabilities, offer, pair, pattern
+from tests.conformance.support import DEVICE, HOST, capabilities, offer, pair, pattern, require
 
 
 def test_devices() -> None:
@@ -149,6 +149,7 @@ async def test_states() -> None:
 async def test_events() -> None:
     """A refused request is an event of the device that refused it, with queue pair and reason."""
     context = aiordma.open_device(DEVICE)
+    require("qp_fault_events")
     async with contextlib.aclosing(context.events()) as events, pair() as ends:
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
@@ -170,6 +171,7 @@ async def test_events() -> None:
 async def test_events_of_two_watchers() -> None:
     """Every watcher gets every event."""
     context = aiordma.open_device(DEVICE)
+    require("qp_fault_events")
     async with (
         contextlib.aclosing(context.events()) as first,
         contextlib.aclosing(context.events()) as second,

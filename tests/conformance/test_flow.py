@@ -129,8 +129,10 @@ async def test_drain_ends_with_the_connection(own: bool) -> None:
         (ends.client if own else ends.server).abort()
         with pytest.raises(ClosedError if own else BrokenError):
             await draining
-        for outcome in await asyncio.gather(*reads, return_exceptions=True):
-            assert isinstance(outcome, FlushedError)
+        # One was with the device, which may have been faster than the end.
+        first, *others = await asyncio.gather(*reads, return_exceptions=True)
+        assert isinstance(first, (FlushedError, bytes))
+        assert all(isinstance(outcome, FlushedError) for outcome in others[1:])
 
 
 async def test_cancelled_while_waiting() -> None:
@@ -141,8 +143,8 @@ async def test_cancelled_while_waiting() -> None:
         sends = [ends.client.send(b"%d" % number) for number in range(50)]
         for number in range(0, 50, 2):
             sends[number].cancel()
-        await asyncio.gather(reading, *sends, return_exceptions=True)
         assert [await ends.server.recv() for _ in range(25)] == [b"%d" % number for number in range(1, 50, 2)]
+        await asyncio.gather(reading, *sends, return_exceptions=True)
         await ends.client.barrier()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -207,7 +208,9 @@ async def test_solicited_imm() -> None:
         return
     async with pair() as ends:
         region, remote = offer(ends.server, 8, access=Access.REMOTE_READ)
-        ends.client.write(remote, b"12345678", imm=1)
+        writing = ends.client.write(remote, b"12345678", imm=1)
         with pytest.raises(aiordma.BrokenError):
             await ends.server.recv()
+        await asyncio.wait([writing])
+        writing.exception()  # where the device knows it
         assert region.view == pattern(8)

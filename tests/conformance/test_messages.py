@@ -61,7 +61,8 @@ async def test_too_long(size: int) -> None:
         with pytest.raises(BrokenError, match="recv_size") as caught:
             await ends.server.recv()
         assert isinstance(caught.value.__cause__, aiordma.LocalError)
-        assert caught.value.__cause__.status == WCStatus.LOC_LEN_ERR
+        # rxe says of it what it says of every receive that it can't do.
+        assert caught.value.__cause__.status in {WCStatus.LOC_LEN_ERR, WCStatus.LOC_QP_OP_ERR}
         if ends.client.capabilities.success_proves == "acknowledged":
             with pytest.raises(aiordma.RemoteError):
                 await sending
@@ -159,8 +160,10 @@ async def test_recv_message_is_lent() -> None:
         assert message.imm_data is None
         assert message.invalidated is None
         waiting = asyncio.create_task(ends.server.recv())
-        # The READ comes behind the messages: the second one is here, or waits at the sender.
-        await ends.client.barrier() if ends.client.capabilities.unreceived_send_waits else None
+        # On the soft device the READ passes by the message that waits for its receive; with RNR it waits behind it.
+        if ends.client.capabilities.unreceived_send_waits and not ends.client.capabilities.rnr:
+            await ends.client.barrier()
+        await asyncio.sleep(0.05)
         assert not waiting.done()
         assert message.data.tobytes() == b"first"
         message.release()
@@ -242,10 +245,12 @@ async def test_iteration_raises_after_a_fault() -> None:
     """`async for` raises when the connection broke: what came may not be everything."""
     async with pair(server_param=ConnParam(recv_size=4)) as ends:
         await ends.client.send(b"good")
-        ends.client.send(b"too long")
+        sending = ends.client.send(b"too long")
         assert await anext(ends.server) == b"good"
         with pytest.raises(BrokenError):
             await anext(ends.server)
+        await asyncio.wait([sending])
+        sending.exception()  # where the device knows it
 
 
 async def test_recv_after_peer_close() -> None:

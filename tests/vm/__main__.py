@@ -17,7 +17,7 @@ from tests.vm.guest import PROJECT, Guest
 from tests.vm.host import HarnessError
 from tests.vm.image import clean, image
 from tests.vm.peer import IN_GUEST, Cable, Peer
-from tests.vm.suites import DEVICES, SUITES, Suite
+from tests.vm.suites import DEVICES, MANY, SUITES, Suite
 from tests.vm.summary import Outcome, read_junit, table
 
 BUILD: Final = PROJECT / "build"
@@ -72,7 +72,11 @@ class Run:
         if limit <= 0:
             outcome.problem = "not run: the time limit of the whole run was reached"
             return
-        environment = {**DEVICES[outcome.device], **suite.environment.get(outcome.device, {})}
+        environment = {
+            "AIORDMA_TEST_MANY": MANY,
+            **DEVICES[outcome.device],
+            **suite.environment.get(outcome.device, {}),
+        }
         with contextlib.ExitStack() as stack:
             peer = None
             if suite.peer:

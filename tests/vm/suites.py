@@ -23,6 +23,10 @@ DEVICES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
+#: Connections of the tests that open a thousand on the host: in a guest these alone would take 20 minutes.
+MANY: Final = "100"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     """A set of tests, and how it is run on each of its devices."""

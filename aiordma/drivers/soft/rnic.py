@@ -39,6 +39,7 @@ CAPABILITIES: Final = Capabilities(
     remote_fault_known=True,
     write_fault_known=False,
     read_sink_needs_remote_write=False,
+    qp_fault_events=True,
     disconnect_flushes=True,
     max_inline_data=64 * 1024,
     max_send_wr=16_384,

@@ -304,7 +304,8 @@ class VerbsCMID:
         if param.tos is not None:
             self._library.set_tos(self._handle, param.tos)
         limited = self._limited(param)
-        self._depths = (min(limited[0], self._requested[0]), min(limited[1], self._requested[1]))
+        asked = self._requested
+        self._depths = (max(1, min(limited[0], asked[0])), max(1, min(limited[1], asked[1])))
         conn = self._conn_param(private_data)
         self._phase = _Phase.OPENING
         try:
@@ -329,10 +330,12 @@ class VerbsCMID:
     # -- both sides -------------------------------------------------------------------------------------------------
 
     def _limited(self, param: ConnParam) -> tuple[int, int]:
-        """IRD and ORD as asked for, within the device's limits."""
+        """IRD and ORD as asked for, within the device's limits; one at least, as without any a READ waits for ever."""
         limits = self._library.read_limits(self._handle)
         wanted = (param.responder_resources, param.initiator_depth)
-        ird, ord_ = (limit if depth is None else min(depth, limit) for depth, limit in zip(wanted, limits, strict=True))
+        ird, ord_ = (
+            limit if depth is None else max(1, min(depth, limit)) for depth, limit in zip(wanted, limits, strict=True)
+        )
         return ird, ord_
 
     def _conn_param(self, private_data: bytes) -> CMConnParam:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from typing import Final
 
 from aiordma.drivers.base import Completion
 from aiordma.drivers.verbs.api import CQ, CompChannel, Context, PyverbsError, make_with_fd, verb
+from aiordma.drivers.verbs.direct_poll import DirectPoll, acknowledge, queue_of
 from aiordma.drivers.watch import unwatch, watch_readable
 from aiordma.enums import WCFlags
 
@@ -17,6 +19,10 @@ __all__ = ["VerbsCQ"]
 
 #: Events acknowledged together: it takes a mutex, and nobody waits for it but ibv_destroy_cq.
 _ACK_BATCH: Final = 64
+#: struct ib_uverbs_comp_event_desc.
+_EVENT_SIZE: Final = 8
+#: More than one call takes.
+_POLL_ALL: Final = 256
 _WITH_IMM: Final = int(WCFlags.WITH_IMM)
 
 
@@ -40,12 +46,43 @@ class VerbsCQ:
         #: Polled on behalf of others while a queue pair was destroyed.
         self._kept: list[Completion] = []
         self._closed = False
-        watch_readable(loop, self._fd, self._readable)
+        self._arming = False
+        self._solicited_only = False
+        self._poll: Callable[[int], list[Completion]] = self._poll_slowly
+        watch_readable(loop, self._fd, self._first_readable)
 
     def arm(self, *, solicited_only: bool = False) -> None:
-        """Ask for one event at the next completion (ibv_req_notify_cq)."""
-        if not self._closed:
-            self.cq.req_notify(solicited_only)
+        """Ask for one event at the next completion (ibv_req_notify_cq), in the loop's next turn.
+
+        What waited for a completion mostly posts the next request as soon as it is resumed: the device works on that
+        while this asks for the event, and then polls, in this order, so that nothing is missed. Often the completion
+        is there by then, and needs no event. (On rxe: ratio to raw pyverbs 1.6 to 1.8, where it was 1.8 to 2.1.)
+        """
+        self._solicited_only = solicited_only
+        if not self._arming:
+            self._arming = True
+            self._loop.call_soon(self._arm_now)
+
+    def _arm_now(self) -> None:
+        self._arming = False
+        if self._closed:
+            return
+        self.cq.req_notify(self._solicited_only)
+        self._kept += self._poll(_POLL_ALL)
+        if self._kept:
+            self._on_ready()
+
+    def _first_readable(self) -> None:
+        """Take the first event by hand: it carries the queue's address, which pyverbs doesn't tell."""
+        try:
+            event = os.read(self._fd, _EVENT_SIZE)
+        except BlockingIOError:
+            return  # woken for nothing
+        queue = queue_of(event)
+        acknowledge(queue, 1)
+        self._poll = DirectPoll(queue).poll
+        watch_readable(self._loop, self._fd, self._readable)
+        self._on_ready()
 
     def _readable(self) -> None:
         """Take one event: one arm yields one, and looking for another costs an exception."""
@@ -61,8 +98,15 @@ class VerbsCQ:
 
     def poll(self, limit: int) -> list[Completion]:
         """Take up to `limit` completions (ibv_poll_cq); none once it is closed."""
-        if self._kept or self._closed:
-            return self._take_kept(limit)
+        if self._closed:  # there is no queue any more to read from
+            return []
+        if self._kept:
+            taken, self._kept = self._kept[:limit], self._kept[limit:]
+            return taken + self._poll(limit - len(taken)) if len(taken) < limit else taken
+        return self._poll(limit)
+
+    def _poll_slowly(self, limit: int) -> list[Completion]:
+        """Take completions by pyverbs, until the first event."""
         return [
             (
                 wc.wr_id, wc.status, wc.opcode, wc.byte_len, wc.qp_num,
@@ -72,15 +116,11 @@ class VerbsCQ:
             for wc in self.cq.poll(limit)[1]
         ]  # fmt: skip
 
-    def _take_kept(self, limit: int) -> list[Completion]:
-        if self._closed:  # pyverbs would read through a null pointer
-            return []
-        taken, self._kept = self._kept[:limit], self._kept[limit:]
-        return taken + self.poll(limit - len(taken)) if len(taken) < limit else taken
-
     def purge(self, qp_num: int) -> None:
         """Drop the completions of a destroyed queue pair: siw gives its number to the next one made."""
-        polled = self.poll(1 << 16)
+        polled = self._kept
+        while taken := self._poll(_POLL_ALL):
+            polled += taken
         self._kept = [completion for completion in polled if completion[4] != qp_num]
         if self._kept and not self._loop.is_closed():
             self._loop.call_soon(self._hand_out)
@@ -95,6 +135,7 @@ class VerbsCQ:
             return
         self._closed = True
         self._kept.clear()
+        self._poll = lambda _: []  # what is left of a turn must not reach a queue that isn't there
         unwatch(self._loop, self._fd)
         with verb("ibv_destroy_cq", "the completion queue can't be destroyed"):
             self.cq.close()

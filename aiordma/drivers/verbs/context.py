@@ -44,6 +44,7 @@ _PORT_STATES: Final[dict[int, Literal["down", "init", "armed", "active"]]] = {
 _LINK_ETHERNET: Final = 2
 #: The vendor that the kernel's siw calls itself.
 _SIW: Final = 0x626D74
+_RXE: Final = 0xFFFFFF
 _GID_KINDS: Final[dict[str, Literal["ib", "roce1", "roce2"]]] = {
     "IB/RoCE v1": "roce1", "RoCE v2": "roce2"
 }  # fmt: skip
@@ -320,6 +321,7 @@ def _capabilities(device: Context, name: str) -> Capabilities:
         remote_fault_known=not iwarp,
         write_fault_known=not iwarp,
         read_sink_needs_remote_write=iwarp,
+        qp_fault_events=attr.vendor_id not in {_RXE, _SIW},
         disconnect_flushes=iwarp,
         # siw's answer to a READ of nothing has as many bytes as its last one, if it is still busy with that.
         empty_read_waits=attr.vendor_id == _SIW,

@@ -78,6 +78,7 @@ class VerbsQP:
             self._qp = QP(pd.pd, init)
         self.qp_num: int = self._qp.qp_num
         self._chain = context.chain
+        self._single = context.chain.single
         self._post: Callable[..., None] = self._qp.post_send
         self._access = _ALL_ACCESS | (Access.REMOTE_ATOMIC if context.capabilities.atomics else 0)
         self._closed = False
@@ -133,7 +134,7 @@ class VerbsQP:
         """Post (ibv_post_send). The device completes nothing within the call, as far as can be told."""
         if len(wrs) == 1 and len(wrs[0].sg_list) < 2:
             try:
-                self._post(self._chain.single(wrs[0]))
+                self._post(self._single(wrs[0]))
             except PyverbsError as error:
                 raise self._refused(error, 0) from error
             return False
