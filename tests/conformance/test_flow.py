@@ -85,7 +85,7 @@ async def test_drain_counts_requests() -> None:
 
 async def test_drain_to_low() -> None:
     """drain() returns when what waits is down to the low limit."""
-    size = 10_000
+    size = 200_000
     async with pair(client_param=ConnParam(max_send_wr=16)) as ends:
         ends.client.set_write_buffer_limits(high=10 * size, low=3 * size)
         _, remote = offer(ends.server, size)

@@ -24,6 +24,8 @@ BUILD: Final = PROJECT / "build"
 #: The guest's /out.
 OUT: Final = BUILD / "vm"
 SETUP_LIMIT: Final = 120.0
+#: Seconds for one test, over the project's own, which is made for a machine that isn't emulated.
+TEST_LIMIT: Final = 240
 
 
 class Run:
@@ -88,8 +90,9 @@ class Run:
                 if guest.run(command, {}, SETUP_LIMIT):
                     outcome.problem = f"its setup failed: {command}"
                     return
-            # Tests have a time-out each, made for a machine that isn't emulated.
-            pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=400"]
+            pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_LIMIT}"]
+            if suite.workers:
+                pytest += ["-n", str(suite.workers), "--dist=worksteal"]
             command = shlex.join([*pytest, f"--junitxml=/out/junit/{name}.xml", suite.path, *self.pytest])
             status = guest.run(command, environment, limit, poll=peer.serve if peer else None)
             for command in suite.teardown:
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=("test", "bench", "shell", "clean"))
     parser.add_argument("--device", action="append", choices=list(DEVICES), help="only this one; more than once")
     parser.add_argument("--suite", action="append", choices=[suite.name for suite in SUITES], help="only this one")
-    parser.add_argument("--limit", type=float, default=14_400.0, help="seconds for the whole run")
+    parser.add_argument("--limit", type=float, default=3_600.0, help="seconds for the whole run")
     parser.epilog = "What follows -- is passed on to pytest, or to the benchmarks."
     # Cut off by hand: argparse takes no rest after options.
     given = list(sys.argv[1:] if argv is None else argv)

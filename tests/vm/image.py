@@ -30,7 +30,7 @@ PACKAGES: Final = (
     "linux-headers-amd64 linux-image-amd64 make netcat-traditional nvme-cli perftest procps python3 python3-pyverbs "
     "rdma-core rdmacm-utils tcpdump xz-utils"
 )
-WHEELS: Final = "attrs click crc32c hdrhistogram hypothesis numpy pytest pytest-timeout rich uvloop"
+WHEELS: Final = "attrs click crc32c hdrhistogram hypothesis numpy pytest pytest-timeout pytest-xdist rich uvloop"
 PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 FILES: Final = ("root.img", "vmlinuz", "initrd.img")
 SITE: Final = f"/usr/local/lib/python{PYTHON}/dist-packages"

@@ -36,7 +36,9 @@ class Suite:
     path: str
     devices: tuple[str, ...]
     #: Seconds for one device.
-    limit: float = 2700.0
+    limit: float = 1800.0
+    #: Processes that share its tests: as many as the guest has processors, where no test minds another one beside it.
+    workers: int = 0
     #: Shell commands in the guest before it runs, and after.
     setup: tuple[str, ...] = ('bash "$AIORDMA_VM_TOOLS/devices"',)
     teardown: tuple[str, ...] = ()
@@ -47,8 +49,8 @@ class Suite:
 
 
 SUITES: Final = (
-    Suite(name="conformance", path="tests/conformance", devices=("soft", "rxe", "siw")),
-    Suite(name="faults", path="tests/faults", devices=("soft",)),
+    Suite(name="conformance", path="tests/conformance", devices=("soft", "rxe", "siw"), workers=2),
+    Suite(name="faults", path="tests/faults", devices=("soft",), workers=2),
     Suite(name="rdma", path="tests/rdma", devices=("rxe", "siw")),
     Suite(
         name="interop",
