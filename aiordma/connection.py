@@ -24,6 +24,7 @@ from aiordma.errors import BrokenError, ClosedError, DeviceError, UnsupportedErr
 from aiordma.inbox import Inbox, Message
 from aiordma.memory import MemoryRegion, MemorySlice, as_bytes, exported
 from aiordma.queue_pair import QueuePair
+from aiordma.slots import RunSlot, SendSlot
 from aiordma.types import Buffer, Capabilities, ConnParam, RemoteRegion, SocketAddress
 
 __all__ = ["Connection", "Memory"]
@@ -167,7 +168,18 @@ class Connection:
             raise ValueError(
                 f"{length} bytes to read: the remote region has {remote.length}, a request {self._max_msg_size}"
             )
+        if len(sg_list) > self.capabilities.max_read_sge:
+            return self._read_apart(remote, sg_list, _FENCE if fence else 0)
         return self.qp.post_send(_READ, sg_list, remote.addr, remote.rkey, None, _SIGNALED | fence)
+
+    def _read_apart(self, remote: RemoteRegion, pieces: Sequence[Memory], flags: int) -> asyncio.Future[Any]:
+        """Read into more pieces than one READ fills: a list of READs of one piece each."""
+        addr = remote.addr
+        slots: list[SendSlot | RunSlot] = []
+        for piece in [piece for piece in pieces if piece.length] or pieces[:1]:
+            slots.append(self.qp.slot(_READ, (piece,), addr, remote.rkey, None, flags))
+            addr += piece.length
+        return self.qp.post_list(slots)
 
     def write(
         self,
@@ -471,6 +483,7 @@ class Connection:
                         await self.qp.settled()
                         if self.qp.state is QPState.ERR:
                             self.qp.to_error()  # what came before the end and wasn't received is given up
+                        self.qp.expect_flush()
                         self._cm_id.disconnect()
                         await self._cm_id.disconnected()
         finally:

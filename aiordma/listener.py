@@ -102,7 +102,7 @@ class ConnectRequest:
     async def reject(self, private_data: bytes = b"") -> None:
         """Say no (rdma_reject); the peer gets a RejectedError with `private_data`."""
         self._check_unanswered()
-        check_private_data(private_data, self.context.capabilities.max_accept_private_data)
+        check_private_data(private_data, self.context.capabilities.max_reject_private_data)
         self._answered = True
         self._cm_id.reject(private_data)
         self._drop()

@@ -148,9 +148,7 @@ class QueuePair(RawConnect, SendLedger):
             self.fail(error)
         else:
             if self.failure is None:
-                self.fail(
-                    BrokenError(self.driver.reason or "the queue pair went to error", orderly=self.driver.disconnected)
-                )
+                self.fail(self._why())
             error.__cause__ = self.failure
         return error
 
@@ -175,7 +173,13 @@ class QueuePair(RawConnect, SendLedger):
         return True
 
     def _unexplained_end(self) -> None:
-        self.fail(BrokenError(self.driver.reason or "the queue pair went to error", orderly=self.driver.disconnected))
+        self.fail(self._why())
+
+    def _why(self) -> RDMAError:
+        """Make the failure of a queue pair of which only flushes are seen."""
+        if self._ours and not self.driver.reason and isinstance(self.refusal, ClosedError):
+            return self.refusal
+        return BrokenError(self.driver.reason or "the queue pair went to error", orderly=self.driver.disconnected)
 
     # -- failing and closing ----------------------------------------------------------------------------------------
 
@@ -236,6 +240,10 @@ class QueuePair(RawConnect, SendLedger):
         """Take no further posts; what is posted or waits goes on. Of what the user does, the first counts."""
         if not isinstance(self.refusal, ClosedError):
             self.refusal = why
+
+    def expect_flush(self) -> None:
+        """This side is about to disconnect: what is flushed from now on needs no other explanation."""
+        self._ours = True
 
     def to_error(self) -> None:
         """Move to IBV_QPS_ERR: everything posted completes, flushed. Idempotent."""

@@ -216,8 +216,10 @@ class SendLedger(ABC):
         for slot in slots:
             self._recycle(slot)
 
-    def post_list(self, slots: Sequence[SendSlot | RunSlot], group: list[BaseException]) -> asyncio.Future[Any]:
-        """Post slots as one linked list, in parts where the queue has less room; failures are put into `group`.
+    def post_list(
+        self, slots: Sequence[SendSlot | RunSlot], group: list[BaseException] | None = None
+    ) -> asyncio.Future[Any]:
+        """Post slots as one linked list, in parts where the queue has less room; failures are put into `group`, if any.
 
         Only the last of each part is signalled. A slot that has a future of its own already keeps it.
 

@@ -289,6 +289,8 @@ class Capabilities:
     max_send_wr: int
     max_recv_wr: int
     max_sge: int
+    #: Pieces that one READ fills: fewer on iWARP, where `Connection.read` posts a list of READs for more.
+    max_read_sge: int
     max_cqe: int
     #: READs and atomics the responder accepts at once (IRD).
     max_responder_resources: int
@@ -297,8 +299,10 @@ class Capabilities:
     max_msg_size: int
     #: Private data of a connect, in bytes.
     max_connect_private_data: int
-    #: Private data of an accept or reject, in bytes.
+    #: Private data of an accept, in bytes.
     max_accept_private_data: int
+    #: Private data of a reject, in bytes.
+    max_reject_private_data: int
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ import mmap
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Final
 
 import pytest
@@ -70,6 +70,15 @@ def require(capability: str) -> None:
     """Skip, and say so, where the device under test lacks what the test is about; needs a running loop."""
     if not getattr(capabilities(), capability):
         pytest.skip(f"{DEVICE} lacks Capabilities.{capability}")
+
+
+def refusal_reported() -> AbstractContextManager[object]:
+    """Expect a refused WRITE's failure at the close, where the WRITE succeeded and the peer's reason is known."""
+    if capabilities().write_fault_known:
+        return contextlib.nullcontext()
+    if not capabilities().remote_fault_known:
+        return contextlib.suppress(aiordma.BrokenError)
+    return pytest.raises(aiordma.BrokenError, match="ended")
 
 
 def require_ipv6() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,7 +21,17 @@ from aiordma import (
     WCStatus,
 )
 from aiordma.testing import Pair
-from tests.conformance.support import DEVICE, HOST, accept_one, capabilities, offer, pair, pair_of_domains, until
+from tests.conformance.support import (
+    DEVICE,
+    HOST,
+    accept_one,
+    capabilities,
+    offer,
+    pair,
+    pair_of_domains,
+    refusal_reported,
+    until,
+)
 
 #: A key that no device has given.
 FORGED = RemoteRegion(4096, 64, 0x12345)
@@ -130,17 +139,10 @@ async def _write_refused(conn: Connection) -> None:
         await conn.write(FORGED, b"lost")
 
 
-def _reported() -> AbstractContextManager[Any]:
-    """Expect the failure at the close, on devices where the refused WRITE succeeded."""
-    if capabilities().write_fault_known:
-        return contextlib.nullcontext()
-    return pytest.raises(BrokenError, match="ended")
-
-
 async def test_refused_write_is_reported_at_the_end_of_the_block() -> None:
     """A block that ends with a refused WRITE that nobody was told of raises."""
     async with _served() as port:
-        with _reported():
+        with refusal_reported():
             async with aiordma.connect(HOST, port, device=DEVICE) as conn:
                 await _write_refused(conn)
         assert conn.qp.closed
@@ -157,7 +159,7 @@ _DROPPED: dict[str, Callable[[Connection, aiordma.MemoryRegion], object]] = {
 async def test_refused_write_behind_which_others_are_dropped(then: str) -> None:
     """Requests behind it whose futures were dropped are only flushed: the failure is reported all the same."""
     async with _served() as port:
-        with _reported():
+        with refusal_reported():
             async with aiordma.connect(HOST, port, device=DEVICE) as conn:
                 sink = conn.alloc(8)
                 await _write_refused(conn)
@@ -170,7 +172,7 @@ async def test_refused_write_is_reported_by_close() -> None:
     async with _served() as port:
         conn = await aiordma.connect(HOST, port, device=DEVICE)
         await _write_refused(conn)
-        with _reported():
+        with refusal_reported():
             await conn.close()
         assert conn.qp.closed
         await conn.close()

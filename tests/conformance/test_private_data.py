@@ -38,7 +38,7 @@ async def test_both_ways(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 async def test_reject(size: int) -> None:
     """A reject's private data and reason reach the client; both sides leave nothing behind."""
-    data = pattern(min(size, capabilities().max_accept_private_data), 3)
+    data = pattern(min(size, capabilities().max_reject_private_data), 3)
     async with aiordma.listen(HOST, 0, device=DEVICE) as listener:
         connecting = asyncio.ensure_future(_connect(listener.port))
         await (await listener.get_request()).reject(data)
@@ -68,13 +68,14 @@ async def test_too_long_to_connect() -> None:
 async def test_too_long_to_answer() -> None:
     """One byte too much in accept() or reject() is a ValueError, and the request can still be answered."""
     limit = capabilities().max_accept_private_data
+    most = capabilities().max_reject_private_data
     async with aiordma.listen(HOST, 0, device=DEVICE) as listener:
         connecting = asyncio.ensure_future(_connect(listener.port))
         request = await listener.get_request()
         with pytest.raises(ValueError, match=str(limit)):
             await request.accept(private_data=bytes(limit + 1))
-        with pytest.raises(ValueError, match=str(limit)):
-            await request.reject(bytes(limit + 1))
+        with pytest.raises(ValueError, match=str(most)):
+            await request.reject(bytes(most + 1))
         async with await request.accept(private_data=bytes(limit)), await connecting as client:
             check(client.peer_private_data, bytes(limit))
 

@@ -24,6 +24,8 @@ def _unreceived_send_waits() -> None:
 
 async def test_read_between_send_and_recv() -> None:
     """The peer's messages wait for their recv while its READs, WRITEs and atomics are served."""
+    if capabilities().rnr:
+        pytest.skip(f"on {DEVICE} what is behind a SEND that waits for a receive waits too (Capabilities.rnr)")
     async with pair(server_param=ConnParam(recv_depth=1)) as ends:
         region, remote = offer(ends.server, 64)
         for number in range(20):
@@ -40,7 +42,8 @@ async def test_hundreds(size: int) -> None:
     """Hundreds of messages beyond the receives posted are delivered in order, each in its own memory."""
     async with pair(server_param=ConnParam(recv_depth=4)) as ends:
         sends = [ends.client.send(pattern(size, seed)) for seed in range(500)]
-        await ends.client.barrier() if size < 2000 else None
+        if size < 2000 and not capabilities().rnr:
+            await ends.client.barrier()
         for seed in range(500):
             assert await ends.server.recv() == pattern(size, seed)
         await asyncio.gather(*sends)
@@ -59,7 +62,8 @@ async def test_sizes_mixed() -> None:
 @pytest.mark.parametrize("size", [4000, 65_536])
 async def test_sender_waits(size: int) -> None:
     """Beyond what the receiver's device and the network keep the sender waits; nothing is lost."""
-    count = (64 << 20) // size
+    # With receiver-not-ready nothing is kept on the way.
+    count = ((1 if capabilities().rnr else 64) << 20) // size
     async with pair(server_param=ConnParam(recv_depth=2, recv_size=size)) as ends:
         local = ends.client.register(bytearray(pattern(size)))
 
@@ -81,7 +85,8 @@ async def test_a_waiting_message_too_long() -> None:
     async with pair(server_param=ConnParam(recv_depth=1, recv_size=10)) as ends:
         ends.client.send(b"fits")
         ends.client.send(b"is too long")
-        await ends.client.barrier()
+        if not capabilities().rnr:
+            await ends.client.barrier()
         assert await ends.server.recv() == b"fits"
         with pytest.raises(BrokenError, match="recv_size"):
             await ends.server.recv()
@@ -92,8 +97,9 @@ async def test_a_waiting_message_too_long() -> None:
 async def test_waiting_messages_outlive_the_sender() -> None:
     """Messages that wait when the peer closes are received, and then the end."""
     async with pair(server_param=ConnParam(recv_depth=1)) as ends:
-        for number in range(100):
-            await ends.client.send(b"%d" % number)
+        sends = [ends.client.send(b"%d" % number) for number in range(100)]
+        if not capabilities().rnr:
+            await asyncio.gather(*sends)
         closing = asyncio.create_task(ends.client.close())
         assert [message async for message in ends.server] == [b"%d" % number for number in range(100)]
         await closing

@@ -45,12 +45,14 @@ CAPABILITIES: Final = Capabilities(
     max_send_wr=16_384,
     max_recv_wr=16_384,
     max_sge=32,
+    max_read_sge=32,
     max_cqe=1 << 20,
     max_responder_resources=MAX_READS,
     max_initiator_depth=MAX_READS,
     max_msg_size=(1 << 32) - 1,
     max_connect_private_data=508,
     max_accept_private_data=508,
+    max_reject_private_data=508,
 )
 
 

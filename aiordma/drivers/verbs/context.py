@@ -158,7 +158,8 @@ class VerbsContext:
             attr = self.device.query_port(port_num)
         return PortAttr(
             state=_PORT_STATES.get(attr.state, "down"),
-            max_mtu=128 << attr.max_mtu,
+            # siw gives the smallest there is for an interface that has no largest MTU.
+            max_mtu=128 << max(attr.max_mtu, attr.active_mtu),
             active_mtu=128 << attr.active_mtu,
             link_layer="ethernet" if attr.link_layer == _LINK_ETHERNET else "infiniband",
             lid=attr.lid,
@@ -327,10 +328,11 @@ def _capabilities(device: Context, name: str) -> Capabilities:
         empty_read_waits=attr.vendor_id == _SIW,
         late_requests_flush=attr.vendor_id != _SIW,
         max_inline_data=_probe_inline(device),
-        max_send_wr=attr.max_qp_wr,
-        max_recv_wr=attr.max_qp_wr,
-        # iWARP: a READ lands in one element (max_sge_rd), which the ledger's requests follow.
+        # The completions of both queues are to fit one completion queue: rxe has it the other way round.
+        max_send_wr=min(attr.max_qp_wr, attr.max_cqe // 2),
+        max_recv_wr=min(attr.max_qp_wr, attr.max_cqe // 2),
         max_sge=attr.max_sge,
+        max_read_sge=min(attr.max_sge, attr.max_sge_rd or attr.max_sge),
         max_cqe=attr.max_cqe,
         max_responder_resources=attr.max_qp_rd_atom,
         max_initiator_depth=attr.max_qp_init_rd_atom,
@@ -338,6 +340,7 @@ def _capabilities(device: Context, name: str) -> Capabilities:
         # On IB and RoCE what is left of the CM's messages beside librdmacm's header; on iWARP one byte counts it.
         max_connect_private_data=251 if iwarp else 56,
         max_accept_private_data=251 if iwarp else 196,
+        max_reject_private_data=251 if iwarp else 148,
     )
 
 
