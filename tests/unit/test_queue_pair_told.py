@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from aiordma.enums import AsyncEventType, Opcode, SendFlags, WCStatus
+from aiordma.enums import AsyncEventType, Opcode, QPState, SendFlags, WCStatus
 from aiordma.errors import BrokenError, ClosedError, FlushedError, LocalError, RemoteError
 from tests.unit.fake_driver import FLUSHED, Rig, rig, state
 
@@ -184,3 +184,33 @@ async def test_a_refused_request_of_the_peers() -> None:
         _report(r, AsyncEventType.QP_ACCESS_ERR)
         assert r.qp.failure is not None
         assert r.qp.untold() is None
+
+
+async def test_a_flush_by_our_disconnect() -> None:
+    """What is flushed since this side disconnects is explained by that at once, and there is nothing to tell."""
+    async with rig() as r:
+        receive = r.qp.post_recv(())
+        closed = ClosedError("the connection was closed")
+        r.qp.refuse(closed)
+        r.qp.expect_flush()
+        r.device.state = QPState.ERR
+        _end(r, {next(iter(r.device.recvs)).wr_id: FLUSHED})
+        r.cq.ring()
+        error = receive.exception()
+        assert isinstance(error, FlushedError)
+        assert error.__cause__ is closed
+        assert r.qp.untold() is None
+
+
+async def test_a_reason_counts_more_than_our_disconnect() -> None:
+    """Where the device has a reason, that is the failure, though this side was about to disconnect."""
+    async with rig() as r:
+        receive = r.qp.post_recv(())
+        r.qp.refuse(ClosedError("the connection was closed"))
+        r.qp.expect_flush()
+        r.device.reason = "the peer's host is gone"
+        _end(r, {next(iter(r.device.recvs)).wr_id: FLUSHED})
+        r.cq.ring()
+        assert isinstance(receive.exception(), FlushedError)
+        assert str(r.qp.failure) == "the peer's host is gone"
+        assert r.qp.untold() is not None
