@@ -276,6 +276,8 @@ class Capabilities:
     write_fault_known: bool
     #: The sink of a READ needs REMOTE_WRITE; the driver adds it at registration.
     read_sink_needs_remote_write: bool
+    #: A READ of memory that was registered without REMOTE_READ is refused: siw doesn't look, and lends all that it has.
+    read_access_checked: bool = True
     #: A queue pair's fault is reported as an asynchronous event too: the kernel's software devices don't.
     qp_fault_events: bool
     #: A disconnect flushes the queue pair without our help.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aiordma import Access, BrokenError, ClosedError, ConnParam, FlushedError, RDMAError
-from tests.conformance.support import offer, pair, pattern
+from tests.conformance.support import DEVICE, capabilities, offer, pair, pattern
 
 LARGE = 8 << 20
 
@@ -146,6 +146,8 @@ async def test_barrier_proves_placement() -> None:
 
 async def test_barrier_from_both_sides() -> None:
     """The accepting side has barriers too, and one with nothing before it succeeds."""
+    if capabilities().empty_read_waits:
+        pytest.skip(f"{DEVICE} may answer a barrier wrong while it sends itself (Capabilities.empty_read_waits)")
     async with pair() as ends:
         await asyncio.gather(*[end.barrier() for end in (ends.client, ends.server) for _ in range(10)])
 
@@ -158,7 +160,8 @@ async def test_barrier_after_a_refused_write() -> None:
         with pytest.raises((FlushedError, BrokenError)) as caught:
             await ends.client.barrier()
         assert isinstance(caught.value.__cause__, RDMAError)
-        assert "access rights" in str(caught.value.__cause__) or ends.client.capabilities.transport != "iwarp"
+        if ends.client.capabilities.remote_fault_known and ends.client.capabilities.transport == "iwarp":
+            assert "access rights" in str(caught.value.__cause__)
         await asyncio.gather(writing, return_exceptions=True)
         assert region.view == pattern(8)
 

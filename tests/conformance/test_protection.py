@@ -27,11 +27,13 @@ from tests.conformance.support import (
     DEVICE,
     HOST,
     Guarded,
+    capabilities,
     check_write_refused,
     offer,
     pair,
     pattern,
     refused,
+    require,
 )
 
 LENGTH = 4096
@@ -124,6 +126,8 @@ async def check_ended(ends: Pair) -> None:
 async def test_read(name: str) -> None:
     """A READ that isn't allowed fails with the reason, brings nothing, and ends that connection only."""
     case = READS[name]
+    if not case.access & Access.REMOTE_READ:
+        require("read_access_checked")
     async with misused(case) as (ends, bad):
         sink = ends.client.alloc(LENGTH)
         sink.view[:] = bytes(LENGTH)
@@ -137,6 +141,8 @@ async def test_read(name: str) -> None:
 async def test_write(name: str) -> None:
     """A WRITE that isn't allowed changes nothing; the writer learns of it as its device can tell."""
     case = WRITES[name]
+    if case.access == Access.LOCAL_WRITE and capabilities().read_sink_needs_remote_write:
+        pytest.skip(f"on {DEVICE} what may be read into may be written to (Capabilities.read_sink_needs_remote_write)")
     async with misused(case) as (ends, bad):
         writing = ends.client.write(bad, pattern(LENGTH, 7))
         await check_write_refused(ends.client, writing, WCStatus.REM_ACCESS_ERR, case.words)
@@ -294,4 +300,5 @@ async def test_server_goes_on() -> None:
                 assert await witness.read(remote) == pattern(LENGTH)
         target.check(pattern(LENGTH))
         await target.region.close()
-    assert len(handled) == len(crimes)
+    if capabilities().qp_fault_events:  # else the program that serves sees no more than that the client left
+        assert len(handled) == len(crimes)

@@ -84,7 +84,7 @@ async def test_a_waiting_message_too_long() -> None:
     """A message that waited, and doesn't fit its receive, ends the connection as any other."""
     async with pair(server_param=ConnParam(recv_depth=1, recv_size=10)) as ends:
         ends.client.send(b"fits")
-        ends.client.send(b"is too long")
+        sending = ends.client.send(b"is too long")
         if not capabilities().rnr:
             await ends.client.barrier()
         assert await ends.server.recv() == b"fits"
@@ -92,6 +92,8 @@ async def test_a_waiting_message_too_long() -> None:
             await ends.server.recv()
         with pytest.raises(BrokenError):
             await ends.client.recv()
+        await asyncio.wait([sending])
+        sending.exception()  # where the device knows it
 
 
 async def test_waiting_messages_outlive_the_sender() -> None:

@@ -322,6 +322,7 @@ def _capabilities(device: Context, name: str) -> Capabilities:
         remote_fault_known=not iwarp,
         write_fault_known=not iwarp,
         read_sink_needs_remote_write=iwarp,
+        read_access_checked=attr.vendor_id != _SIW,
         qp_fault_events=attr.vendor_id not in {_RXE, _SIW},
         disconnect_flushes=iwarp,
         # siw's answer to a READ of nothing has as many bytes as its last one, if it is still busy with that.
