@@ -81,6 +81,7 @@ READS = CASES | {
 }
 WRITES = CASES | {
     "no right": Bad(same, "access rights", access=Access.REMOTE_READ | Access.REMOTE_ATOMIC),
+    "read only": Bad(same, "access rights", access=Access.REMOTE_READ),
 }
 ATOMICS = {name: case for name, case in CASES.items() if "by one" not in name} | {
     "no right": Bad(same, "access rights", access=Access.REMOTE_READ | Access.REMOTE_WRITE),
@@ -141,7 +142,8 @@ async def test_read(name: str) -> None:
 async def test_write(name: str) -> None:
     """A WRITE that isn't allowed changes nothing; the writer learns of it as its device can tell."""
     case = WRITES[name]
-    if case.access == Access.LOCAL_WRITE and capabilities().read_sink_needs_remote_write:
+    writable = case.access & (Access.LOCAL_WRITE | Access.REMOTE_ATOMIC)
+    if writable and not case.access & Access.REMOTE_WRITE and capabilities().read_sink_needs_remote_write:
         pytest.skip(f"on {DEVICE} what may be read into may be written to (Capabilities.read_sink_needs_remote_write)")
     async with misused(case) as (ends, bad):
         writing = ends.client.write(bad, pattern(LENGTH, 7))
