@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from aiordma.drivers.base import CMEvent, DriverQP
-from aiordma.drivers.verbs.cm import VerbsCMChannel, VerbsCMID
+from aiordma.drivers.verbs.cm import VerbsCMID
+from aiordma.drivers.verbs.cm_channel import VerbsCMChannel
 from aiordma.drivers.verbs.rdmacm import IbvQPAttr, Library, RawEvent
 from aiordma.enums import CMEventType, RejectReason
 from aiordma.errors import DeviceError

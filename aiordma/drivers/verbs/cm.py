@@ -1,40 +1,34 @@
-"""rdma_cm behind the seam: identifiers whose queue pair is not theirs, and the channel their events come by.
+"""rdma_cm behind the seam: identifiers whose queue pair is not theirs. Their channel is in `cm_channel`.
 
 | step | InfiniBand and RoCE | iWARP |
 | --- | --- | --- |
 | connect | QP to INIT, rdma_connect; CONNECT_RESPONSE: QP to RTR, RTS, rdma_establish | QP to INIT, rdma_connect in a thread; ESTABLISHED |
 | accept | QP to INIT, RTR, RTS, rdma_accept; ESTABLISHED | QP to INIT, rdma_accept; ESTABLISHED |
-
-Whatever may wait in the kernel runs in a thread of its own, and an identifier that is destroyed meanwhile is destroyed
-there, once the call returned. The event channel is open as long as there are identifiers.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import errno
 import os
-import threading
-from collections.abc import Callable
 from contextvars import Context
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aiordma.drivers.base import CMEvent, DriverQP
-from aiordma.drivers.verbs.rdmacm import DEVICE_MAX, CMConnParam, IbvQPAttr, Library, RawEvent, conn_param, library
+from aiordma.drivers.verbs.rdmacm import DEVICE_MAX, CMConnParam, IbvQPAttr, RawEvent, conn_param
 from aiordma.drivers.verbs.timers import ack_timeout_code, rnr_timer_code
-from aiordma.drivers.watch import unwatch, watch_readable
 from aiordma.enums import CMEventType, QPState, RejectReason
 from aiordma.errors import DeviceError, UnsupportedError
 from aiordma.types import ConnParam, SocketAddress
 
-__all__ = ["CMQueuePair", "VerbsCMChannel", "VerbsCMID"]
+if TYPE_CHECKING:
+    from aiordma.drivers.verbs.cm_channel import VerbsCMChannel
 
-#: Events taken in one turn of the loop.
-_BUDGET: Final = 16
+__all__ = ["CMQueuePair", "VerbsCMID"]
+
 #: Where ibacm listens: asking it for a route takes as long as it takes.
 _ACM: Final = (Path("/run/ibacm.sock"), Path("/run/ibacm.port"))
 #: Bits of enum ibv_qp_attr_mask.
@@ -228,7 +222,7 @@ class VerbsCMID:
         """Find the way there (rdma_resolve_route)."""
         call = partial(self._library.resolve_route, self._handle, _milliseconds(timeout))
         if not self._library.is_iwarp(self._handle) and any(path.exists() for path in _ACM):
-            self._channel.call_in_thread(self, call, self._route_asked)
+            self._channel.call_in_thread(self, self._handle, call, self._route_asked)
             return
         try:
             call()
@@ -251,7 +245,7 @@ class VerbsCMID:
         self._phase = _Phase.OPENING
         call = partial(self._library.connect, self._handle, conn)
         if pair.transport_is_iwarp:
-            self._channel.call_in_thread(self, call, self._connect_called)
+            self._channel.call_in_thread(self, self._handle, call, self._connect_called)
             return
         try:
             call()
@@ -405,161 +399,3 @@ class VerbsCMID:
 
 def _milliseconds(seconds: float) -> int:
     return min(max(1, round(seconds * 1000)), 0x7FFFFFFF)
-
-
-class VerbsCMChannel:
-    """The event channel of one loop (rdma_event_channel); open while there are identifiers."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        on_event: Callable[[CMEvent], None],
-        lib: Library | None = None,
-    ) -> None:
-        self.loop = loop
-        self.on_event = on_event
-        self.library = lib or library()
-        #: Those that live, by their address.
-        self._ids: dict[int, VerbsCMID] = {}
-        self._closed = False
-        self._watching = False
-        #: Guards all below, and `VerbsCMID.in_call`: threads of slow calls end by destroying what they called for.
-        self._lock = threading.Lock()
-        self._channel = 0
-        self._fd = -1
-        #: Structs rdma_cm_id that exist, of destroyed identifiers too.
-        self._users = 0
-
-    # -- identifiers ------------------------------------------------------------------------------------------------
-
-    def create_id(self) -> VerbsCMID:
-        """Create an identifier (rdma_create_id).
-
-        Raises:
-            DeviceError: no RDMA device is here, or rdma_cm can't be used; the hint says why.
-        """
-        if self._closed:
-            raise DeviceError(errno.EBADF, "the event channel is closed", verb="rdma_create_id")
-        with self._lock:
-            if not self._channel:
-                self._channel, self._fd = self.library.create_event_channel()
-            self._users += 1
-        try:
-            handle = self.library.create_id(self._channel)
-        except BaseException:
-            self._release()
-            raise
-        return self._adopt(handle)
-
-    def _adopt(self, handle: int) -> VerbsCMID:
-        cm_id = self._ids[handle] = VerbsCMID(self, handle)
-        if not self._watching:
-            self._watching = True
-            watch_readable(self.loop, self._fd, self._readable)
-        return cm_id
-
-    def destroy(self, cm_id: VerbsCMID, handle: int, *, slow: bool) -> None:
-        """Destroy an identifier: now, or in a thread if a call with it is under way or destroying it may wait."""
-        self._ids.pop(handle, None)
-        if not self._ids and self._watching:
-            self._watching = False
-            unwatch(self.loop, self._fd)
-        with self._lock:
-            cm_id.destroyed = True
-            if cm_id.in_call:
-                return
-        if slow:
-            self._start_thread("rdma_destroy_id", partial(self._reap, handle))
-        else:
-            self._reap(handle)
-
-    def _reap(self, handle: int) -> None:
-        """In any thread: destroy the struct."""
-        with contextlib.suppress(DeviceError):
-            self.library.destroy_id(handle)
-        self._release()
-
-    def _release(self) -> None:
-        """In any thread: one struct less; without any, close the channel."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            channel, self._channel, self._fd = self._channel, 0, -1
-            self.library.destroy_event_channel(channel)
-
-    def close(self) -> None:
-        """Destroy what is left. Idempotent."""
-        self._closed = True
-        for cm_id in list(self._ids.values()):
-            cm_id.destroy()
-
-    def __del__(self) -> None:
-        if getattr(self, "_ids", None):
-            self.close()
-
-    # -- slow calls -------------------------------------------------------------------------------------------------
-
-    def call_in_thread(
-        self, cm_id: VerbsCMID, call: Callable[[], None], done: Callable[[DeviceError | None], None]
-    ) -> None:
-        """Make a call that may wait for long, and pass its outcome to `done` in the loop, unless destroyed by then."""
-        cm_id.in_call = True
-        try:
-            self._start_thread("rdma_cm call", partial(self._run, cm_id, call, done))
-        except BaseException:
-            cm_id.in_call = False
-            raise
-
-    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
-        # A daemon: a peer that is not there must not keep the interpreter from its exit.
-        threading.Thread(target=target, name=f"aiordma {name}", daemon=True).start()
-
-    def _run(self, cm_id: VerbsCMID, call: Callable[[], None], done: Callable[[DeviceError | None], None]) -> None:
-        failure: DeviceError | None = None
-        try:
-            call()
-        except DeviceError as error:
-            failure = error
-
-        def report() -> None:
-            if not cm_id.destroyed:
-                done(failure)
-
-        with self._lock:
-            cm_id.in_call = False
-            destroyed = cm_id.destroyed
-        if destroyed:
-            self._reap(cm_id._handle)  # noqa: SLF001
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self.loop.call_soon_threadsafe(report, context=Context())
-
-    # -- events -----------------------------------------------------------------------------------------------------
-
-    def _readable(self) -> None:
-        for _ in range(_BUDGET):
-            if not self._ids:  # an event's receiver destroyed the last one
-                return
-            raw = self.library.get_event(self._channel)
-            if raw is None:
-                return
-            self._dispatch(raw)
-
-    def _dispatch(self, raw: RawEvent) -> None:
-        try:
-            kind = CMEventType(raw.event)
-        except ValueError:  # of a newer librdmacm
-            return
-        if kind != CMEventType.CONNECT_REQUEST:
-            cm_id = self._ids.get(raw.id)
-            if cm_id is not None:
-                cm_id.on_raw(raw, kind, None)
-            return
-        with self._lock:
-            self._users += 1
-        listener = self._ids.get(raw.listen_id)
-        if listener is None:
-            self._reap(raw.id)
-            return
-        self._adopt(raw.id).on_raw(raw, kind, listener)

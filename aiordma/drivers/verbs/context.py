@@ -25,7 +25,7 @@ from aiordma.drivers.verbs.api import (
     make_with_fd,
     verb,
 )
-from aiordma.drivers.verbs.cm import VerbsCMChannel
+from aiordma.drivers.verbs.cm_channel import VerbsCMChannel
 from aiordma.drivers.verbs.completion_queue import VerbsCQ
 from aiordma.drivers.verbs.queue_pair import VerbsQP
 from aiordma.drivers.verbs.work_requests import INLINE_ROOM, SendChain

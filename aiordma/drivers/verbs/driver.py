@@ -15,7 +15,7 @@ from aiordma.errors import DeviceError
 from aiordma.types import DeviceInfo
 
 if TYPE_CHECKING:
-    from aiordma.drivers.verbs.cm import VerbsCMChannel
+    from aiordma.drivers.verbs.cm_channel import VerbsCMChannel
     from aiordma.drivers.verbs.context import VerbsContext
 
 __all__ = ["VerbsDriver"]
@@ -81,7 +81,7 @@ class VerbsDriver:
 
     def create_cm_channel(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[CMEvent], None]) -> VerbsCMChannel:
         """Create the connection manager's event channel for a loop (rdma_create_event_channel)."""
-        from aiordma.drivers.verbs.cm import VerbsCMChannel  # noqa: PLC0415 - loads librdmacm
+        from aiordma.drivers.verbs.cm_channel import VerbsCMChannel  # noqa: PLC0415 - loads librdmacm
 
         return VerbsCMChannel(loop, on_event)
 
