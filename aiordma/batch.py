@@ -14,7 +14,8 @@ from aiordma.slots import RUN_LENGTH, RunSlot, SendSlot
 from aiordma.types import Buffer, RemoteRegion, bounds
 
 if TYPE_CHECKING:
-    from aiordma.connection import Connection, Memory
+    from aiordma.connection import Connection
+    from aiordma.local_memory import Memory
 
 __all__ = ["Batch"]
 
@@ -34,7 +35,7 @@ class Batch:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._memory = connection.memory
         self._qp = connection.qp
         self._max_msg_size = connection.capabilities.max_msg_size
         self._ended = False
@@ -52,19 +53,19 @@ class Batch:
     def read(self, remote: RemoteRegion, into: Memory) -> None:
         """Add a READ; see `Connection.read`."""
         if into.length > min(remote.length, self._max_msg_size) or not into.writable:
-            raise self._connection.unreadable(into, remote)
+            raise self._memory.unreadable(into, remote)
         self._add(self._qp.slot(_READ, (into,), remote.addr, remote.rkey, None, 0))
 
     def write(self, remote: RemoteRegion, data: Memory | Buffer | Sequence[Memory]) -> None:
         """Add a WRITE; see `Connection.write`."""
-        sg_list, inline, length = self._connection.source(data)
+        sg_list, inline, length = self._memory.source(data)
         if length > remote.length:
             raise ValueError(f"{length} bytes to write, but the remote region has {remote.length}")
         self._add(self._qp.slot(_WRITE, sg_list, remote.addr, remote.rkey, inline, 0))
 
     def send(self, data: Memory | Buffer | Sequence[Memory]) -> None:
         """Add a SEND; see `Connection.send`."""
-        sg_list, inline, _ = self._connection.source(data)
+        sg_list, inline, _ = self._memory.source(data)
         self._add(self._qp.slot(Opcode.SEND, sg_list, 0, 0, inline, 0))
 
     def fetch_add(self, remote: RemoteRegion, value: int) -> asyncio.Future[int]:
@@ -76,7 +77,7 @@ class Batch:
         return self._atomic(Opcode.ATOMIC_CMP_AND_SWP, remote, compare, swap)
 
     def _atomic(self, opcode: Opcode, remote: RemoteRegion, compare_add: int, swap: int) -> asyncio.Future[int]:
-        landing = self._connection.landing(remote)
+        landing = self._memory.landing(remote)
         slot = self._qp.slot(opcode, landing.memory, remote.addr, remote.rkey, None, 0)
         slot.compare_add = compare_add & 0xFFFFFFFFFFFFFFFF
         slot.swap = swap & 0xFFFFFFFFFFFFFFFF
@@ -106,7 +107,7 @@ class Batch:
     def _many(self, opcode: Opcode, remote: RemoteRegion, offsets: Sequence[int], size: int, memory: Memory) -> None:
         count = len(offsets)
         if opcode == _READ and not memory.writable:
-            raise self._connection.unreadable(memory, remote)
+            raise self._memory.unreadable(memory, remote)
         if size > self._max_msg_size:
             raise ValueError(f"{size} bytes are more than one request of this device carries")
         if size < 0 or count * size > memory.length:

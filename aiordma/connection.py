@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import errno
 import operator
-import struct
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 import attrs
 
@@ -20,22 +17,17 @@ from aiordma.batch import Batch
 from aiordma.cm import CMID
 from aiordma.device import Context, ProtectionDomain
 from aiordma.enums import Access, Opcode, QPState, SendFlags
-from aiordma.errors import BrokenError, ClosedError, DeviceError, UnsupportedError
-from aiordma.inbox import Inbox, Message
-from aiordma.memory import MemoryRegion, MemorySlice, as_bytes, exported
+from aiordma.errors import BrokenError, ClosedError, UnsupportedError
+from aiordma.inbox import Inbox, Message, receive_memory
+from aiordma.keep_alive import KeepAlive
+from aiordma.local_memory import LOCAL, LocalMemory, Memory
+from aiordma.memory import MemoryRegion, exported
 from aiordma.queue_pair import QueuePair
 from aiordma.slots import RunSlot, SendSlot
 from aiordma.types import Buffer, Capabilities, ConnParam, RemoteRegion, SocketAddress
 
-__all__ = ["Connection", "Memory"]
+__all__ = ["Connection"]
 
-#: Registered memory of this side.
-Memory: TypeAlias = MemoryRegion | MemorySlice
-
-#: Unregistered data up to this is copied at the call, above it is registered for the one operation.
-BOUNCE_SIZE: Final = 64 * 1024
-
-_LOCAL: Final = (MemorySlice, MemoryRegion)
 _READ: Final = Opcode.RDMA_READ
 _WRITE: Final = Opcode.RDMA_WRITE
 _SEND: Final = Opcode.SEND
@@ -44,24 +36,6 @@ _FENCE: Final = int(SendFlags.FENCE)
 #: `fence: bool` is or-ed into the flags as it is.
 assert int(SendFlags.FENCE) == int(True)
 _SOLICITED: Final = int(SendFlags.SOLICITED)
-_REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-_NATIVE_U64: Final = struct.Struct("=Q")
-
-
-class _Landing:
-    """Eight bytes that an atomic's old value comes back to; used again once it was taken."""
-
-    __slots__ = ("_free", "memory", "view")
-
-    def __init__(self, free: list[_Landing], memory: Memory) -> None:
-        self._free = free
-        self.memory = (memory,)
-        self.view = memory.view
-
-    def take(self) -> int:
-        value: int = _NATIVE_U64.unpack_from(self.view)[0]
-        self._free.append(self)
-        return value
 
 
 class Connection:
@@ -94,16 +68,7 @@ class Connection:
             max_send_wr=min(param.max_send_wr, limits.max_send_wr),
             max_sge=min(param.max_sge, limits.max_sge),
         )
-        try:
-            memory = pd.alloc(param.recv_size * param.recv_depth)
-        except (OSError, OverflowError) as error:
-            hint = "make recv_size or recv_depth in ConnParam smaller"
-            if isinstance(error, DeviceError) and error.hint:  # the memlock limit
-                hint += f"; {error.hint}"
-            raise DeviceError(
-                getattr(error, "errno", errno.ENOMEM),
-                f"no memory for {param.recv_depth} receives of {param.recv_size} bytes", verb="ibv_reg_mr", hint=hint,
-            ) from error  # fmt: skip
+        receives = receive_memory(pd, param)
         self.qp: QueuePair = pd.create_qp(param)
         self._post_read = self.qp.post_read
         self.qp.peer = cm_id.peer_addr
@@ -112,15 +77,14 @@ class Connection:
         self.qp.on_failure = _weakly(self._on_failure)
         cm_id.on_disconnected = _weakly(self._on_disconnected)
         self.peer_private_data = b""
-        self._max_inline = self.context.capabilities.max_inline_data
-        self._max_msg_size = self.context.capabilities.max_msg_size
-        self._landings: list[_Landing] = []
-        self._regions: list[MemoryRegion] = []
-        self._sweep_at = 16
+        self._max_msg_size = limits.max_msg_size
+        self.memory = LocalMemory(pd, param.max_sge)
+        self._source = self.memory.source
+        self._landing = self.memory.landing
         self._closing: asyncio.Task[None] | None = None
         self._established = False
-        self._alive: asyncio.TimerHandle | None = None
-        self._inbox = Inbox(self.qp, memory, param)
+        self._keep_alive: KeepAlive | None = None
+        self._inbox = Inbox(self.qp, receives, param)
 
     # -- one-sided operations -----------------------------------------------------------------------------------
 
@@ -153,16 +117,16 @@ class Connection:
             own = self.pd.alloc(remote.length)
             flags = _SIGNALED | fence
             return self.qp.post_send(_READ, (own,), remote.addr, remote.rkey, None, flags, own.view.tobytes)
-        if isinstance(into, _LOCAL):
+        if isinstance(into, LOCAL):
             if into.length > remote.length or not into.writable or into.length > self._max_msg_size:
-                raise self.unreadable(into, remote)
+                raise self.memory.unreadable(into, remote)
             if not fence:
                 return self._post_read(into, remote.addr, remote.rkey)
             into = (into,)
-        sg_list = self._scatter(into)
+        sg_list = self.memory.pieces(into)
         for memory in sg_list:
             if not memory.writable:
-                raise self.unreadable(memory, remote)
+                raise self.memory.unreadable(memory, remote)
         length = sum([memory.length for memory in sg_list])
         if length > min(remote.length, self._max_msg_size):
             raise ValueError(
@@ -209,7 +173,7 @@ class Connection:
             UnsupportedError: `imm`, on a device that can't.
             ClosedError, BrokenError: the connection ended; a refused WRITE may show here on the next call only.
         """
-        sg_list, inline, length = self.source(data)
+        sg_list, inline, length = self._source(data)
         if length > remote.length:
             raise ValueError(f"{length} bytes to write, but the remote region has {remote.length}")
         flags = _SIGNALED | fence
@@ -236,7 +200,7 @@ class Connection:
             ValueError: `remote` is shorter than 8 bytes, or its address is no multiple of 8.
             RemoteError: (the future) refused: key, bounds, REMOTE_ATOMIC right.
         """
-        landing = self.landing(remote)
+        landing = self._landing(remote)
         return self.qp.post_send(
             Opcode.ATOMIC_FETCH_AND_ADD, landing.memory, remote.addr, remote.rkey, None, _SIGNALED | fence,
             landing.take, compare_add=value & 0xFFFFFFFFFFFFFFFF,
@@ -252,7 +216,7 @@ class Connection:
 
         As `fetch_add` in everything else.
         """
-        landing = self.landing(remote)
+        landing = self._landing(remote)
         return self.qp.post_send(
             Opcode.ATOMIC_CMP_AND_SWP, landing.memory, remote.addr, remote.rkey, None, _SIGNALED | fence,
             landing.take, compare_add=compare & 0xFFFFFFFFFFFFFFFF, swap=swap & 0xFFFFFFFFFFFFFFFF,
@@ -299,7 +263,7 @@ class Connection:
         Raises:
             UnsupportedError: `imm` or `invalidate`, on a device that can't.
         """
-        sg_list, inline, _ = self.source(data)
+        sg_list, inline, _ = self._source(data)
         flags = _SIGNALED | fence | (_SOLICITED if solicited else 0)
         if imm is None and invalidate is None:
             return self.qp.post_send(_SEND, sg_list, 0, 0, inline, flags)
@@ -336,7 +300,7 @@ class Connection:
             ValueError: the message is longer than the buffer; it stays, and can be received again. Or the buffer is
                 read-only.
         """
-        if isinstance(buffer, _LOCAL):
+        if isinstance(buffer, LOCAL):
             buffer = buffer.view
         view = exported(buffer, Access.LOCAL_WRITE)
         return await self._inbox.recv_into(view)
@@ -360,78 +324,14 @@ class Connection:
 
         With remote rights it stays registered until the connection closes, unless you close it before.
         """
-        return self._keep(self.pd.alloc(length, access=access))
+        return self.memory.keep(self.pd.alloc(length, access=access))
 
     def register(self, buffer: Buffer, *, access: Access | None = None) -> MemoryRegion:
         """Register a buffer of yours (ibv_reg_mr); see `ProtectionDomain.register`.
 
         With remote rights it stays registered until the connection closes, unless you close it before.
         """
-        return self._keep(self.pd.register(buffer, access=access))
-
-    def _keep(self, region: MemoryRegion) -> MemoryRegion:
-        if region.access & _REMOTE:
-            if len(self._regions) >= self._sweep_at:
-                self._regions[:] = [known for known in self._regions if not known.closed]
-                self._sweep_at = 2 * len(self._regions) + 16
-            self._regions.append(region)
-        return region
-
-    def adopt(self, regions: Sequence[MemoryRegion]) -> None:
-        """Keep regions registered until the connection closes."""
-        for region in regions:
-            self._keep(region)
-
-    def source(self, data: Memory | Buffer | Sequence[Memory]) -> tuple[Sequence[Memory], bytes | None, int]:
-        """Give what is to be sent as a gather list or inline, and its length."""
-        if type(data) is bytes and len(data) <= self._max_inline:
-            return (), data, len(data)
-        sg_list: Sequence[Memory]
-        if isinstance(data, _LOCAL):
-            sg_list = (data,)
-        elif isinstance(data, (list, tuple)):
-            sg_list = self._scatter(data)
-        else:
-            view = as_bytes(data)
-            length = len(view)
-            if length <= self._max_inline:
-                return (), bytes(view), length
-            if length <= BOUNCE_SIZE:
-                bounce = self.pd.alloc(length)
-                bounce.view[:] = view
-                sg_list = (bounce,)
-            else:
-                sg_list = (self.pd.register(view, access=Access(0)),)
-        total = sum([memory.length for memory in sg_list])
-        if total > self._max_msg_size:
-            raise ValueError(f"{total} bytes are more than one request of this device carries: send them in parts")
-        return sg_list, None, total
-
-    @staticmethod
-    def unreadable(into: Memory, remote: RemoteRegion) -> ValueError:
-        """Make the exception that says why a READ can't go into this memory."""
-        if not into.writable:
-            return ValueError(f"{into!r} can't be read into: it is registered without LOCAL_WRITE")
-        if into.length <= remote.length:
-            return ValueError(f"{into.length} bytes are more than one request of this device carries: read in parts")
-        return ValueError(f"{into.length} bytes to read, but the remote region has {remote.length}")
-
-    def _scatter(self, pieces: Sequence[Memory]) -> Sequence[Memory]:
-        for piece in pieces:
-            if not isinstance(piece, _LOCAL):
-                raise TypeError(f"pieces must be registered memory, not {type(piece).__name__}: see register()")
-        if len(pieces) > self.param.max_sge:
-            raise ValueError(f"{len(pieces)} pieces, the queue pair takes {self.param.max_sge}: ConnParam(max_sge=)")
-        return tuple(pieces)
-
-    def landing(self, remote: RemoteRegion) -> _Landing:
-        """Give eight bytes that an atomic's old value can come back to."""
-        self._require("atomics", "atomics")
-        if remote.length < 8:
-            raise ValueError(f"an atomic works on 8 bytes, the remote region has {remote.length}")
-        if remote.addr & 7:  # some devices refuse it at the post, others ask the peer's
-            raise ValueError(f"an atomic's address is a multiple of 8, not {remote.addr:#x}")
-        return self._landings.pop() if self._landings else _Landing(self._landings, self.pd.alloc(8))
+        return self.memory.keep(self.pd.register(buffer, access=access))
 
     def _require(self, capability: str, what: str) -> None:
         if not getattr(self.capabilities, capability):
@@ -495,10 +395,9 @@ class Connection:
         self._free()
 
     def _free(self) -> None:
-        if self._alive is not None:
-            self._alive.cancel()
-        self._landings.clear()
-        _free(self.qp, self._inbox, self._cm_id, self._regions)
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+        _free(self.qp, self._inbox, self._cm_id, self.memory)
 
     def _on_failure(self, failure: BaseException) -> None:
         """The queue pair failed: the device must let go of everything, and the peer must know."""
@@ -532,7 +431,7 @@ class Connection:
         if getattr(self, "_cm_id", None) is None or self._cm_id.destroyed:
             return
         warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
-        arguments = (self.qp, self._inbox, self._cm_id, self._regions)
+        arguments = (self.qp, self._inbox, self._cm_id, self.memory)
         if self._loop.is_closed():
             _free(*arguments)
         else:  # the collector may run in any thread
@@ -580,17 +479,7 @@ class Connection:
         self.qp.peer = self._cm_id.peer_addr
         self.peer_private_data = event.private_data or self.peer_private_data
         if self.qp.transport != "iwarp" and self.param.keepalive is not None:  # there TCP does it, or nothing can
-            self._keep_alive(self.param.keepalive)
-
-    def _keep_alive(self, interval: float) -> None:
-        """See in each interval that the peer's host is there."""
-        call = _weakly(self._still_alive)
-        self._alive = self._loop.call_later(interval, call, interval, context=contextvars.Context())
-
-    def _still_alive(self, interval: float) -> None:
-        if not self.is_closing():
-            self.qp.probe()
-            self._keep_alive(interval)
+            self._keep_alive = KeepAlive(self.qp, self.param.keepalive)
 
 
 def _check_u32(name: str, value: int | None) -> int:
@@ -611,12 +500,10 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
-def _free(qp: QueuePair, inbox: Inbox, cm_id: CMID, regions: list[MemoryRegion]) -> None:
+def _free(qp: QueuePair, inbox: Inbox, cm_id: CMID, memory: LocalMemory) -> None:
     """Free what a connection has, in order: queue pair, identifier, memory. Idempotent."""
     qp.refuse(ClosedError("the connection was closed"))
     qp.close()
     cm_id.destroy()
     inbox.end()
-    for region in regions:
-        region.deregister()
-    regions.clear()
+    memory.close()

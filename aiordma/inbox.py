@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import warnings
 from collections import deque
 from typing import Final, Self
 
+from aiordma.domain import ProtectionDomain
 from aiordma.drivers.base import Completion
 from aiordma.enums import WCFlags, WCOpcode
-from aiordma.errors import BusyError
+from aiordma.errors import BusyError, DeviceError
 from aiordma.memory import MemoryRegion
 from aiordma.queue_pair import QueuePair
 from aiordma.slots import RecvSlot
 from aiordma.types import ConnParam
 
-__all__ = ["Inbox", "Message"]
+__all__ = ["Inbox", "Message", "receive_memory"]
 
 _RECV: Final = int(WCOpcode.RECV)
+
+
+def receive_memory(pd: ProtectionDomain, param: ConnParam) -> MemoryRegion:
+    """Allocate the memory of all receives that an inbox posts."""
+    try:
+        return pd.alloc(param.recv_size * param.recv_depth)
+    except (OSError, OverflowError) as error:
+        hint = "make recv_size or recv_depth in ConnParam smaller"
+        if isinstance(error, DeviceError) and error.hint:  # the memlock limit
+            hint += f"; {error.hint}"
+        raise DeviceError(
+            getattr(error, "errno", errno.ENOMEM),
+            f"no memory for {param.recv_depth} receives of {param.recv_size} bytes", verb="ibv_reg_mr", hint=hint,
+        ) from error  # fmt: skip
 
 
 class ReceiveSlot(RecvSlot):

@@ -93,7 +93,8 @@ class ConnectRequest:
         except BaseException:
             self._drop()
             raise
-        connection.adopt(self._regions)
+        for region in self._regions:
+            connection.memory.keep(region)
         self._regions = []
         connection.peer_private_data = self.private_data
         await connection.establish(self._cm_id.accept, private_data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, cast
 
@@ -19,7 +19,8 @@ from pyverbs.pd import PD
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 
 from aiordma.drivers.base import CMEvent, DriverQP
-from aiordma.drivers.verbs.cm import VerbsCMChannel, VerbsCMID
+from aiordma.drivers.verbs.cm import VerbsCMID
+from aiordma.drivers.verbs.cm_channel import VerbsCMChannel
 from aiordma.drivers.verbs.rdmacm import IbvQPAttr
 from aiordma.enums import CMEventType, QPState
 from aiordma.types import ConnParam
@@ -53,6 +54,12 @@ class RawQP:
     @property
     def transport_is_iwarp(self) -> bool:
         return IWARP
+
+    def hold(self, held: Callable[[], bool]) -> None:
+        """Nothing: it is destroyed when its test is over."""
+
+    def release(self) -> None:
+        """Nothing."""
 
     def modify(self, attr: IbvQPAttr, mask: int) -> None:
 

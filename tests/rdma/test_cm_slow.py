@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import aiordma
+from aiordma.drivers.verbs.context import VerbsContext
 from aiordma.enums import CMEventType
 from tests.conformance.support import until
 from tests.rdma.support import DEVICE, HOST, IWARP, PARAM, connection_manager, driver
@@ -88,6 +90,31 @@ async def test_destroy_while_the_reply_is_awaited() -> None:
         for writer in writers:
             writer.transport.abort()
         await until(lambda: not cm.channel._users)
+
+
+async def test_cancelled_while_the_reply_is_awaited() -> None:
+    """Cancelling a connect whose peer owes an MPA Reply returns at once; the queue pair goes with the handshake."""
+    if not IWARP:
+        pytest.skip("InfiniBand and RoCE have no MPA")
+    connected = asyncio.Event()
+    writers = []
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        connected.set()
+
+    async with await asyncio.start_server(accept, "0.0.0.0") as tcp:
+        port = tcp.sockets[0].getsockname()[1]
+        connecting = asyncio.ensure_future(aiordma.connect(HOST, port, device=DEVICE))
+        await connected.wait()
+        context = aiordma.open_device(DEVICE).driver
+        assert isinstance(context, VerbsContext)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        assert len(context.qps) == 1, "the cancel waited for the kernel, and the loop with it"
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: not context.qps)
 
 
 @pytest.fixture

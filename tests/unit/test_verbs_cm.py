@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -100,12 +101,20 @@ class FakeQP:
     qp_num = 17
     transport_is_iwarp = True
     reason = ""
+    released = False
+    held: Callable[[], bool] | None = None
 
     def modify(self, attr: IbvQPAttr, mask: int) -> None:
         pass
 
     def set_disconnected(self, reason: str) -> None:
         self.reason = reason
+
+    def hold(self, held: Callable[[], bool]) -> None:
+        self.held = held
+
+    def release(self) -> None:
+        self.released = True
 
 
 class Bench:
@@ -114,12 +123,12 @@ class Bench:
         self.events: asyncio.Queue[CMEvent] = asyncio.Queue()
         self.channel = VerbsCMChannel(asyncio.get_running_loop(), self.events.put_nowait, cast("Library", self.library))
 
-    def connecting(self) -> tuple[VerbsCMID, threading.Thread]:
+    def connecting(self, qp: FakeQP | None = None) -> tuple[VerbsCMID, threading.Thread]:
         """Start a connect that waits in its thread."""
         cm_id = self.channel.create_id()
         cm_id.peer_addr = ("10.0.0.2", 2)
         before = set(threading.enumerate())
-        cm_id.connect(cast("DriverQP", FakeQP()), ConnParam(), b"")
+        cm_id.connect(cast("DriverQP", qp or FakeQP()), ConnParam(), b"")
         (thread,) = set(threading.enumerate()) - before
         return cm_id, thread
 
@@ -148,6 +157,34 @@ async def test_destroy_during_a_call() -> None:
     assert not bench.library.ids
     assert bench.library.channels == 0
     assert bench.events.empty()
+
+
+async def test_queue_pair_of_a_handshake() -> None:
+    """While an iWARP handshake is under way its queue pair is held; it is released when the identifier is gone."""
+    bench = Bench()
+    qp = FakeQP()
+    cm_id, thread = bench.connecting(qp)
+    assert qp.held is not None
+    assert qp.held()
+    cm_id.destroy()
+    bench.library.let_go.set()
+    await asyncio.to_thread(thread.join)
+    await until(lambda: qp.released)
+    assert not bench.library.ids
+
+
+async def test_queue_pair_after_a_handshake() -> None:
+    """When it failed the queue pair isn't held, and released within destroy()."""
+    bench = Bench()
+    qp = FakeQP()
+    bench.library.connect_error = errno.ETIMEDOUT
+    cm_id, _ = bench.connecting(qp)
+    bench.library.let_go.set()
+    await bench.events.get()
+    assert qp.held is not None
+    assert not qp.held()
+    cm_id.destroy()
+    assert qp.released
 
 
 async def test_destroy_between_a_call_and_its_report() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import enum
 import errno
 import os
+from collections.abc import Callable
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,12 @@ class CMQueuePair(DriverQP, Protocol):
 
     def set_disconnected(self, reason: str) -> None:
         """The peer disconnected in order."""
+
+    def hold(self, held: Callable[[], bool]) -> None:
+        """Ask `held` at the close: while the identifier holds it, destroying it would wait."""
+
+    def release(self) -> None:
+        """The identifier is gone."""
 
 
 class _Phase(enum.Enum):
@@ -245,12 +252,18 @@ class VerbsCMID:
         self._phase = _Phase.OPENING
         call = partial(self._library.connect, self._handle, conn)
         if pair.transport_is_iwarp:
+            # From here on until the handshake's end the kernel waits where either of the two is destroyed: siw for the
+            # ten seconds that it gives the peer to answer.
+            pair.hold(self._opening)
             self._channel.call_in_thread(self, self._handle, call, self._connect_called)
             return
         try:
             call()
         except DeviceError as error:
             self._connect_called(error)
+
+    def _opening(self) -> bool:
+        return self._phase is _Phase.OPENING
 
     def _connect_called(self, error: DeviceError | None) -> None:
         """Report what rdma_connect found out within the call; else an event comes, or came already."""
@@ -392,9 +405,13 @@ class VerbsCMID:
     def destroy(self) -> None:
         """Destroy (rdma_destroy_id). A request without an answer is rejected, as the kernel does. Idempotent."""
         if not self.destroyed:
-            # The kernel waits for the end of an iWARP handshake that is under way.
-            slow = self._phase is _Phase.OPENING and self._qp is not None and self._qp.transport_is_iwarp
+            slow = self._opening() and self._qp is not None and self._qp.transport_is_iwarp
             self._channel.destroy(self, self._handle, slow=slow)
+
+    def released(self) -> None:
+        """The struct is gone: so may be the queue pair."""
+        if self._qp is not None:
+            self._qp.release()
 
 
 def _milliseconds(seconds: float) -> int:

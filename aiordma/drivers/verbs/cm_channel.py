@@ -90,9 +90,16 @@ class VerbsCMChannel:
             if cm_id.in_call:
                 return
         if slow:
-            self._start_thread("rdma_destroy_id", partial(self._reap, handle))
+            self._start_thread("rdma_destroy_id", partial(self._reap_in_thread, cm_id, handle))
         else:
             self._reap(handle)
+            cm_id.released()
+
+    def _reap_in_thread(self, cm_id: VerbsCMID, handle: int) -> None:
+        """Destroy the struct, and then what the kernel held with it in the loop, which closed devices do themselves."""
+        self._reap(handle)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(cm_id.released, context=Context())
 
     def _reap(self, handle: int) -> None:
         """In any thread: destroy the struct."""
@@ -153,7 +160,7 @@ class VerbsCMChannel:
             cm_id.in_call = False
             destroyed = cm_id.destroyed
         if destroyed:
-            self._reap(handle)
+            self._reap_in_thread(cm_id, handle)
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self.loop.call_soon_threadsafe(report, context=Context())

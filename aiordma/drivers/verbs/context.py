@@ -293,6 +293,7 @@ class VerbsContext:
             self._watch.close()
         for qp in list(self.qps.values()):
             qp.close()  # else pyverbs does, and ours don't know
+            qp.release()
         for cq in list(self._cqs):
             cq.close()
         with verb("ibv_close_device", f"{self.name} can't be closed"):

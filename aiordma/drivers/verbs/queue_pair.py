@@ -84,6 +84,8 @@ class VerbsQP:
         self._closed = False
         self._state: QPState | None = None
         self._disconnected = False
+        self._destroyed = False
+        self._held: Callable[[], bool] | None = None
         self.reason = ""
         context.qps[self.qp_num] = self
         try:
@@ -267,13 +269,26 @@ class VerbsQP:
             with contextlib.suppress(PyverbsError):
                 self._qp.modify(QPAttr(qp_state=QPState.ERR), _STATE)
 
+    def hold(self, held: Callable[[], bool]) -> None:
+        """Take the question whether the connection manager holds it: while it does, ibv_destroy_qp would wait."""
+        self._held = held
+
     def close(self) -> None:
-        """Destroy (ibv_destroy_qp); completions of it that weren't polled are dropped. Idempotent."""
+        """Destroy (ibv_destroy_qp), now or in `release()`; completions that weren't polled are dropped. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._state = QPState.ERR
         self._post = self._refuse_closed  # pyverbs would post through a null pointer
+        if self._held is None or not self._held():
+            self.release()
+
+    def release(self) -> None:
+        """The connection manager doesn't hold it any more: destroy it if it is closed. Idempotent."""
+        self._held = None
+        if not self._closed or self._destroyed:
+            return
+        self._destroyed = True
         self._context.qps.pop(self.qp_num, None)
         with verb("ibv_destroy_qp", f"QP {self.qp_num} can't be destroyed"):
             self._qp.close()
