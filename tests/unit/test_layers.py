@@ -26,6 +26,8 @@ FLOORS = (
         "completion",
         "device",
         "domain",
+        "keep_alive",
+        "local_memory",
         "memory",
         "queue_pair",
         "raw_connect",

@@ -47,6 +47,8 @@ class VerbsCQ:
         self._kept: list[Completion] = []
         self._closed = False
         self._arming = False
+        #: The channel has an event that wasn't taken yet.
+        self._event = False
         self._solicited_only = False
         self._poll: Callable[[int], list[Completion]] = self._poll_slowly
         watch_readable(loop, self._fd, self._first_readable)
@@ -55,8 +57,9 @@ class VerbsCQ:
         """Ask for one event at the next completion (ibv_req_notify_cq), in the loop's next turn.
 
         What waited for a completion mostly posts the next request as soon as it is resumed: the device works on that
-        while this asks for the event, and then polls, in this order, so that nothing is missed. Often the completion
-        is there by then, and needs no event. (On rxe: ratio to raw pyverbs 1.6 to 1.8, where it was 1.8 to 2.1.)
+        while this takes the last event, asks for the next one, and then polls, in this order, so that nothing is
+        missed. Often the completion is there by then, and needs no event. (On rxe: ratio to raw pyverbs 1.6 to 1.8,
+        where it was 1.8 to 2.1.)
         """
         self._solicited_only = solicited_only
         if not self._arming:
@@ -67,6 +70,9 @@ class VerbsCQ:
         self._arming = False
         if self._closed:
             return
+        if self._event:
+            self._event = False
+            self._take_event()
         self.cq.req_notify(self._solicited_only)
         self._kept += self._poll(_POLL_ALL)
         if self._kept:
@@ -85,6 +91,14 @@ class VerbsCQ:
         self._on_ready()
 
     def _readable(self) -> None:
+        if not self._event:  # else asyncio looked at the descriptor before it ran what was scheduled
+            self._event = True
+            self._on_ready()
+            if self._event and not self._arming and not self._closed:  # who polls on its own account asks for none
+                self._event = False
+                self._take_event()
+
+    def _take_event(self) -> None:
         """Take one event: one arm yields one, and looking for another costs an exception."""
         try:
             self._channel.get_cq_event(self.cq)
@@ -94,7 +108,6 @@ class VerbsCQ:
         if self._unacknowledged == _ACK_BATCH:
             self.cq.ack_events(_ACK_BATCH)
             self._unacknowledged = 0
-        self._on_ready()
 
     def poll(self, limit: int) -> list[Completion]:
         """Take up to `limit` completions (ibv_poll_cq); none once it is closed."""
