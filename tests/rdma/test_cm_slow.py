@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -69,51 +70,40 @@ async def test_unreachable(few_syns: None) -> None:
         assert "MPA" not in event.reason
 
 
-async def test_destroy_while_the_reply_is_awaited() -> None:
-    """Destroying an identifier whose peer owes an MPA Reply doesn't wait for that."""
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[tuple[int, asyncio.Queue[asyncio.StreamWriter]]]:
+    """Take TCP connections, and owe each an MPA Reply; gives the port, and what connected."""
     if not IWARP:
         pytest.skip("InfiniBand and RoCE have no MPA")
-    connected = asyncio.Event()
-    writers = []
+    connected: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+    async with await asyncio.start_server(lambda _, writer: connected.put_nowait(writer), "0.0.0.0") as tcp:
+        yield tcp.sockets[0].getsockname()[1], connected
 
-    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        connected.set()
 
-    async with await asyncio.start_server(accept, "0.0.0.0") as tcp, connection_manager() as cm:
-        client = await cm.resolved(tcp.sockets[0].getsockname()[1])
+async def test_destroy_while_the_reply_is_awaited() -> None:
+    """Destroying an identifier whose peer owes an MPA Reply doesn't wait for that."""
+    async with silent_server() as (port, connected), connection_manager() as cm:
+        client = await cm.resolved(port)
         client.connect(driver(cm.qp()), PARAM, b"")
-        await connected.wait()
+        writer = await connected.get()
         await until(lambda: not client.in_call)
         client.destroy()
         assert cm.channel._users == 1, "the kernel didn't wait: no reason for a thread"
-        for writer in writers:
-            writer.transport.abort()
+        writer.transport.abort()
         await until(lambda: not cm.channel._users)
 
 
 async def test_cancelled_while_the_reply_is_awaited() -> None:
     """Cancelling a connect whose peer owes an MPA Reply returns at once; the queue pair goes with the handshake."""
-    if not IWARP:
-        pytest.skip("InfiniBand and RoCE have no MPA")
-    connected = asyncio.Event()
-    writers = []
-
-    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        connected.set()
-
-    async with await asyncio.start_server(accept, "0.0.0.0") as tcp:
-        port = tcp.sockets[0].getsockname()[1]
+    async with silent_server() as (port, connected):
         connecting = asyncio.ensure_future(aiordma.connect(HOST, port, device=DEVICE))
-        await connected.wait()
+        writer = await connected.get()
         context = aiordma.open_device(DEVICE).driver
         assert isinstance(context, VerbsContext)
         connecting.cancel()
         await asyncio.wait([connecting])
         assert len(context.qps) == 1, "the cancel waited for the kernel, and the loop with it"
-        for writer in writers:
-            writer.transport.abort()
+        writer.transport.abort()
         await until(lambda: not context.qps)
 
 
