@@ -45,17 +45,6 @@ class Ends:
         return (self.client, self.server), (self.server, self.client)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _device_met() -> None:
-    """Have librdmacm meet the kernel's device: it opens each when it meets it first, and keeps it."""
-
-    async def meet() -> None:
-        async with aiordma.listen(HOST, 0, device=siw()):
-            pass
-
-    asyncio.run(meet())
-
-
 def siw() -> str:
     """Give the name of the kernel's device that has the address."""
     return next(info.name for info in aiordma.devices() if info.driver == "verbs" and HOST in info.addresses)
