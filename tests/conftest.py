@@ -32,7 +32,9 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 async def _open_what_stays_open() -> None:
     """Have librdmacm meet the devices: it opens each when it meets it first, and keeps it."""
     driver = rdma_driver()
-    for device in driver.list_devices() if driver else ():
+    if driver is None:
+        return
+    for device in driver.list_devices():
         for address in device.addresses:
             with contextlib.suppress(OSError):  # what can't be used stays closed, too
                 cm_id = CMID(loop_state(), driver)
