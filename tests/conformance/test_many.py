@@ -10,7 +10,7 @@ import pytest
 
 import aiordma
 from aiordma import Access, Connection, ConnParam
-from tests.conformance.support import DEVICE, HOST, MANY, capabilities, pattern
+from tests.conformance.support import DEVICE, HOST, MANY, capabilities, pattern, until
 
 SMALL = ConnParam(recv_size=64, recv_depth=2, max_send_wr=4)
 
@@ -61,7 +61,7 @@ async def test_a_thousand(many_files: None) -> None:
         clients: list[Connection] = []
         while len(clients) < MANY:
             clients += await asyncio.gather(*[_connect(server.port) for _ in range(min(100, MANY - len(clients)))])
-        assert len(server.connections) == MANY
+        await until(lambda: len(server.connections) == MANY, 60.0)
         slots = [slice(8 + 8 * index, 16 + 8 * index) for index in range(MANY)]
         data = await asyncio.gather(*[conn.read(remote[slot]) for conn, slot in zip(clients, slots, strict=True)])
         assert b"".join(data) == pattern(8 * MANY)

@@ -165,10 +165,12 @@ def _siw_flags(opcode: int, flags: int) -> int:
 def built(request: Request, *, siw: bool = False) -> SendWR:
     """Build a request of several elements, to be closed after its post.
 
-    Empty ones are left out: siw follows a null pointer in the kernel over one that isn't the first (Linux 6.12).
+    Empty ones are left out, but for one at the front that pyverbs insists on: siw follows a null pointer in the kernel
+    over one that isn't the first (Linux 6.12).
     """
     flags = _siw_flags(request.opcode, request.send_flags) if siw else request.send_flags
-    elements = [SGE(element.addr, element.length, element.lkey) for element in request.sg_list if element.length]
+    filled = [element for element in request.sg_list if element.length] or request.sg_list[:1]
+    elements = [SGE(element.addr, element.length, element.lkey) for element in filled]
     wr = SendWR(
         wr_id=request.wr_id, opcode=int(request.opcode), num_sge=len(elements), sg=elements,
         send_flags=flags, imm_data=socket.htonl(request.imm_data),
