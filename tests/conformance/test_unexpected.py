@@ -63,7 +63,7 @@ async def test_sizes_mixed() -> None:
 async def test_sender_waits(size: int) -> None:
     """Beyond what the receiver's device and the network keep the sender waits; nothing is lost."""
     # With receiver-not-ready nothing is kept on the way.
-    count = ((1 if capabilities().rnr else 64) << 20) // size
+    count = ((1 if capabilities().rnr else 24) << 20) // size
     async with pair(server_param=ConnParam(recv_depth=2, recv_size=size)) as ends:
         local = ends.client.register(bytearray(pattern(size)))
 
