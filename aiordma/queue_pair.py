@@ -25,8 +25,9 @@ _R = TypeVar("_R")
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 _READ: Final = Opcode.RDMA_READ
 _FLUSHED: Final = int(WCStatus.WR_FLUSH_ERR)
-#: Seconds that the cause of a flush may come after it.
-_EXPLAINED_WITHIN: Final = 1.0
+#: Seconds that the cause of a flush may come after it: more than one where a hundred connections end together, in a
+#: guest whose processors are emulated.
+_EXPLAINED_WITHIN: Final = 4.0
 
 
 class QueuePair(RawConnect, SendLedger):
@@ -157,7 +158,7 @@ class QueuePair(RawConnect, SendLedger):
 
         What flushes may be polled before the request that failed, or before the connection manager or an asynchronous
         event tells of the end (seen on siw and on rxe). In the first case the failure counts at once; in the others the
-        completion is kept here until the cause comes, or a second went by.
+        completion is kept here until the cause comes, or some seconds went by.
         """
         for completion in completions:
             wr_id, status, _, _, qp_num, _, _, _ = completion
