@@ -50,7 +50,6 @@ class Suite:
 
 SUITES: Final = (
     Suite(name="conformance", path="tests/conformance", devices=("soft", "rxe", "siw"), workers=2),
-    Suite(name="faults", path="tests/faults", devices=("soft",), workers=2),
     Suite(name="rdma", path="tests/rdma", devices=("rxe", "siw")),
     Suite(
         name="interop",
