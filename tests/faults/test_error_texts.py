@@ -85,8 +85,9 @@ async def test_unknown_device() -> None:
     assert caught.value.hint
 
 
-async def test_no_rdma_device() -> None:
+async def test_no_rdma_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """No RDMA device where one is demanded: the same, in other words."""
+    monkeypatch.setattr("aiordma.device._kernel_has_devices", lambda: False)
     with pytest.raises(DeviceError) as caught:
         await aiordma.listen("127.0.0.1", device="rdma")
     _says(caught.value, "no RDMA device is usable", "aiordma devices")
