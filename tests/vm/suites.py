@@ -88,11 +88,4 @@ SUITES: Final = (
         setup=('bash "$AIORDMA_VM_TOOLS/wire" 1',),
         peer=True,
     ),
-    Suite(
-        name="peer",
-        path="tests/two_hosts/test_peer.py",
-        devices=("wire",),
-        setup=('bash "$AIORDMA_VM_TOOLS/wire" 1',),
-        peer=True,
-    ),
 )
