@@ -122,7 +122,7 @@ class QueuePair(RawConnect, SendLedger):
             self._settle_all(alive=True)
 
     def _receive_completed(self, completion: Completion) -> None:
-        if self._receives:  # else it was flushed here already
+        if self._receives.expects(completion[0]):  # else it was flushed here already
             self._received(self._receives.completed(completion), completion)
 
     def _received(self, slot: RecvSlot, completion: Completion) -> None:

@@ -44,6 +44,10 @@ class RecvLedger:
                 self._slots.pop()
             raise
 
+    def expects(self, wr_id: int) -> bool:
+        """Whether a completion is of one that is posted, and not a flush of what was taken out by `clear()`."""
+        return bool(self._slots) and wr_id >= self._slots[0].wr_id
+
     def completed(self, completion: Completion) -> RecvSlot:
         """Retire the oldest receive, whose completion this is."""
         slot = self._slots.popleft()

@@ -285,7 +285,8 @@ class Capabilities:
     #: A READ of nothing must not follow another one that still waits for its data (siw); `barrier()` sees to that.
     empty_read_waits: bool = False
     #: What is posted to a queue pair that went to error by itself is flushed, as the specifications have it; not so on
-    #: siw, which flushes once what it has: the rest is ended on this side.
+    #: siw, which flushes once what it has, nor for receives on rxe, whose kernel isn't told of them: the rest is ended
+    #: on this side.
     late_requests_flush: bool = True
     max_inline_data: int
     max_send_wr: int

@@ -49,3 +49,23 @@ async def test_probe_of_an_idle_connection() -> None:
         r.qp.probe()
         assert len(r.device.sends) == 1
         r.complete()
+
+
+async def test_a_flush_that_comes_late() -> None:
+    """The device's own flush of what was ended here is nobody's, also when something was posted since."""
+    async with rig(late_requests_flush=False) as r:
+        ended: list[Completion] = []
+        r.qp.on_receive = lambda _, completion: ended.append(completion)
+        r.device.flush_now = False
+        r.qp.post_recv_slots((RecvSlot(()),))
+        (posted,) = r.device.recvs
+        r.device.state = QPState.ERR
+        r.qp.fail(BrokenError("the peer disconnected"))
+        await asyncio.sleep(0)
+        assert len(ended) == 1
+        r.qp.post_recv_slots((RecvSlot(()),))
+        r.cq.pending[:] = [(posted.wr_id, 5, 0, 0, r.qp.qp_num, 0, 0, 0)]
+        r.cq.ring()
+        assert len(ended) == 1
+        await asyncio.sleep(0)
+        assert len(ended) == 2

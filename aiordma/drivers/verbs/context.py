@@ -328,7 +328,7 @@ def _capabilities(device: Context, name: str) -> Capabilities:
         disconnect_flushes=iwarp,
         # siw's answer to a READ of nothing has as many bytes as its last one, if it is still busy with that.
         empty_read_waits=attr.vendor_id == _SIW,
-        late_requests_flush=attr.vendor_id != _SIW,
+        late_requests_flush=attr.vendor_id not in {_RXE, _SIW},
         max_inline_data=_probe_inline(device),
         # The completions of both queues are to fit one completion queue: rxe has it the other way round.
         max_send_wr=min(attr.max_qp_wr, attr.max_cqe // 2),
