@@ -92,7 +92,7 @@ class Run:
                     return
             pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_LIMIT}"]
             if suite.workers:
-                pytest += ["-n", str(suite.workers), *suite.sharing]
+                pytest += ["-n", str(suite.workers), "--dist=worksteal"]
             command = shlex.join([*pytest, f"--junitxml=/out/junit/{name}.xml", suite.path, *self.pytest])
             status = guest.run(command, environment, limit, poll=peer.serve if peer else None)
             for command in suite.teardown:

@@ -39,8 +39,6 @@ class Suite:
     limit: float = 1800.0
     #: Processes that share its tests: as many as the guest has processors, where no test minds another one beside it.
     workers: int = 0
-    #: How they share: single tests.
-    sharing: tuple[str, ...] = ("--dist=worksteal",)
     #: Shell commands in the guest before it runs, and after.
     setup: tuple[str, ...] = ('bash "$AIORDMA_VM_TOOLS/devices"',)
     teardown: tuple[str, ...] = ()
@@ -52,14 +50,8 @@ class Suite:
 
 SUITES: Final = (
     Suite(name="conformance", path="tests/conformance", devices=("soft", "rxe", "siw"), workers=2),
-    Suite(
-        name="rdma",
-        path="tests/rdma",
-        devices=("rxe", "siw"),
-        workers=2,
-        # Whole files, in their order: one test, of a thousand connections, takes half of the time.
-        sharing=("--dist=loadfile", "--no-loadscope-reorder"),
-    ),
+    # By one process: it looks at what is left behind, and at how long a removal takes.
+    Suite(name="rdma", path="tests/rdma", devices=("rxe", "siw")),
     Suite(
         name="interop",
         path="tests/interop",
