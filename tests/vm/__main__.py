@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=("test", "bench", "shell", "clean"))
     parser.add_argument("--device", action="append", choices=list(DEVICES), help="only this one; more than once")
     parser.add_argument("--suite", action="append", choices=[suite.name for suite in SUITES], help="only this one")
-    parser.add_argument("--limit", type=float, default=3_600.0, help="seconds for the whole run")
+    parser.add_argument("--limit", type=float, default=4_200.0, help="seconds for the whole run")
     parser.epilog = "What follows -- is passed on to pytest, or to the benchmarks."
     # Cut off by hand: argparse takes no rest after options.
     given = list(sys.argv[1:] if argv is None else argv)
