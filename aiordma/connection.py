@@ -17,7 +17,7 @@ from aiordma.batch import Batch
 from aiordma.cm import CMID
 from aiordma.device import Context, ProtectionDomain
 from aiordma.enums import Access, Opcode, QPState, SendFlags
-from aiordma.errors import BrokenError, ClosedError, UnsupportedError
+from aiordma.errors import BrokenError, ClosedError
 from aiordma.inbox import Inbox, Message, receive_memory
 from aiordma.keep_alive import KeepAlive
 from aiordma.local_memory import LOCAL, LocalMemory, Memory
@@ -51,6 +51,7 @@ class Connection:
         qp: the queue pair.
         pd: the protection domain that its memory belongs to.
         context: the device.
+        memory: what its requests read from and write to; batches and requests share it.
         peer_private_data: what the peer sent along with its connect or accept, as it arrived: on IB and RoCE
             padded with zeros.
     """
@@ -179,7 +180,7 @@ class Connection:
         flags = _SIGNALED | fence
         if imm is None:
             return self.qp.post_send(_WRITE, sg_list, remote.addr, remote.rkey, inline, flags)
-        self._require("write_with_imm", "write with immediate")
+        self.context.require("write_with_imm", "write with immediate")
         imm = _check_u32("imm", imm)
         opcode = Opcode.RDMA_WRITE_WITH_IMM
         return self.qp.post_send(opcode, sg_list, remote.addr, remote.rkey, inline, flags, imm_data=imm)
@@ -270,10 +271,10 @@ class Connection:
         if imm is not None and invalidate is not None:
             raise ValueError("imm and invalidate share one field of the message: give one of them")
         if invalidate is not None:
-            self._require("send_with_invalidate", "send with invalidate")
+            self.context.require("send_with_invalidate", "send with invalidate")
             value, opcode = _check_u32("invalidate", invalidate), Opcode.SEND_WITH_INV
         else:
-            self._require("send_with_imm", "send with immediate; write(..., imm=) does")
+            self.context.require("send_with_imm", "send with immediate; write(..., imm=) does")
             value, opcode = _check_u32("imm", imm), Opcode.SEND_WITH_IMM
         return self.qp.post_send(opcode, sg_list, 0, 0, inline, flags, imm_data=value)
 
@@ -332,10 +333,6 @@ class Connection:
         With remote rights it stays registered until the connection closes, unless you close it before.
         """
         return self.memory.keep(self.pd.register(buffer, access=access))
-
-    def _require(self, capability: str, what: str) -> None:
-        if not getattr(self.capabilities, capability):
-            raise UnsupportedError(f"device {self.device} can't do {what}; see Capabilities.{capability}")
 
     # -- flow control and the end -----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from aiordma.domain import ProtectionDomain
 from aiordma.drivers.base import CMEvent, Driver, DriverCMChannel, DriverCMID, DriverContext
 from aiordma.drivers.soft.driver import SoftDriver
 from aiordma.enums import AsyncEventType, CMEventType
-from aiordma.errors import AddressError, BrokenError, BusyError, ClosedError, DeviceError, RDMAError
+from aiordma.errors import AddressError, BrokenError, BusyError, ClosedError, DeviceError, RDMAError, UnsupportedError
 from aiordma.spinning import CompletionMode, SpinningQueue
 from aiordma.types import Capabilities, DeviceInfo, GIDEntry, PortAttr
 
@@ -201,6 +201,11 @@ class Context:
         error = BrokenError(str(self.removed))
         error.__cause__ = self.removed
         return error
+
+    def require(self, capability: str, what: str) -> None:
+        """Raise UnsupportedError, which names the capability, where the device lacks it."""
+        if not getattr(self.capabilities, capability):
+            raise UnsupportedError(f"device {self.name} can't do {what}; see Capabilities.{capability}")
 
     def own(self, pd: ProtectionDomain) -> None:
         """A protection domain was made: it is closed with the context."""

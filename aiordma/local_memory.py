@@ -8,8 +8,7 @@ from typing import Final, TypeAlias
 
 from aiordma.domain import ProtectionDomain
 from aiordma.enums import Access
-from aiordma.errors import UnsupportedError
-from aiordma.memory import MemoryRegion, MemorySlice, as_bytes
+from aiordma.memory import REMOTE, MemoryRegion, MemorySlice, as_bytes
 from aiordma.types import Buffer, RemoteRegion
 
 __all__ = ["LOCAL", "LocalMemory", "Memory"]
@@ -21,7 +20,6 @@ LOCAL: Final = (MemorySlice, MemoryRegion)
 
 #: Unregistered data up to this is copied at the call, above it is registered for the one operation.
 _BOUNCE_SIZE: Final = 64 * 1024
-_REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _NATIVE_U64: Final = struct.Struct("=Q")
 
 
@@ -55,7 +53,7 @@ class LocalMemory:
 
     def keep(self, region: MemoryRegion) -> MemoryRegion:
         """Keep a region registered until `close()` if it has remote rights; gives it back."""
-        if region.access & _REMOTE:
+        if region.access & REMOTE:
             if len(self._regions) >= self._sweep_at:
                 self._regions[:] = [known for known in self._regions if not known.closed]
                 self._sweep_at = 2 * len(self._regions) + 16
@@ -107,9 +105,7 @@ class LocalMemory:
 
     def landing(self, remote: RemoteRegion) -> _Landing:
         """Give eight bytes that an atomic's old value can come back to."""
-        context = self._pd.context
-        if not context.capabilities.atomics:
-            raise UnsupportedError(f"device {context.name} can't do atomics; see Capabilities.atomics")
+        self._pd.context.require("atomics", "atomics")
         if remote.length < 8:
             raise ValueError(f"an atomic works on 8 bytes, the remote region has {remote.length}")
         if remote.addr & 7:  # some devices refuse it at the post, others ask the peer's

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPool", "MemoryRegion", "MemorySlice"]
 
-_REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+REMOTE: Final = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 
 
 class _PyBuffer(ctypes.Structure):
@@ -191,7 +191,7 @@ class MemoryRegion(_Sliceable):
 
     def __del__(self) -> None:
         if self._mr is not None:
-            if self.access & _REMOTE and not self.pd.closed:
+            if self.access & REMOTE and not self.pd.closed:
                 # The peer that was given its key can't be told.
                 warnings.warn(
                     f"unclosed {self!r}: a peer may still use its key", ResourceWarning, stacklevel=2, source=self

@@ -122,8 +122,9 @@ class QueuePair(RawConnect, SendLedger):
             self._settle_all(alive=True)
 
     def _receive_completed(self, completion: Completion) -> None:
-        if self._receives.expects(completion[0]):  # else it was flushed here already
-            self._received(self._receives.completed(completion), completion)
+        slot = self._receives.completed(completion)
+        if slot is not None:  # else it was flushed here already
+            self._received(slot, completion)
 
     def _received(self, slot: RecvSlot, completion: Completion) -> None:
         error = self._failed(completion, None) if completion[1] else None

@@ -44,12 +44,10 @@ class RecvLedger:
                 self._slots.pop()
             raise
 
-    def expects(self, wr_id: int) -> bool:
-        """Whether a completion is of one that is posted, and not a flush of what was taken out by `clear()`."""
-        return bool(self._slots) and wr_id >= self._slots[0].wr_id
-
-    def completed(self, completion: Completion) -> RecvSlot:
-        """Retire the oldest receive, whose completion this is."""
+    def completed(self, completion: Completion) -> RecvSlot | None:
+        """Retire the oldest receive, whose completion this is; None: it is a late flush of what `clear()` took out."""
+        if not self._slots or completion[0] < self._slots[0].wr_id:
+            return None
         slot = self._slots.popleft()
         if slot.wr_id != completion[0]:
             raise AssertionError(f"QP {completion[4]}: receive {completion[0]} completed before {slot.wr_id}")

@@ -38,9 +38,10 @@ async def _open_what_stays_open() -> None:
         for address in device.addresses:
             with contextlib.suppress(OSError):  # what can't be used stays closed, too
                 cm_id = CMID(loop_state(), driver)
-                with contextlib.suppress(OSError):
+                try:
                     cm_id.bind_addr((address, 0))
-                cm_id.destroy()
+                finally:
+                    cm_id.destroy()
 
 
 # libuv opens its signal pipe once per process, and keeps it too: none of this is any test's.

@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -151,6 +151,12 @@ def refused(caps: Capabilities, status: WCStatus, words: str) -> Iterator[None]:
     if caps.transport == "iwarp":
         assert words in caught.value.reason
         assert words in str(caught.value)
+
+
+async def ended(request: asyncio.Future[Any]) -> None:
+    """Wait for a request whose failure only some devices know."""
+    await asyncio.wait([request])
+    request.exception()
 
 
 async def check_write_refused(conn: Connection, writing: asyncio.Future[None], status: WCStatus, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 import aiordma
 from aiordma import Access, Connection, MemoryRegion, RemoteRegion, UnsupportedError, WCStatus
-from tests.conformance.support import offer, pair, pattern, refused
+from tests.conformance.support import ended, offer, pair, pattern, refused
 
 _Post = Callable[[Connection, RemoteRegion, MemoryRegion], Any]
 
@@ -211,6 +210,5 @@ async def test_solicited_imm() -> None:
         writing = ends.client.write(remote, b"12345678", imm=1)
         with pytest.raises(aiordma.BrokenError):
             await ends.server.recv()
-        await asyncio.wait([writing])
-        writing.exception()  # where the device knows it
+        await ended(writing)
         assert region.view == pattern(8)

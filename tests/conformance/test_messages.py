@@ -12,7 +12,7 @@ import pytest
 
 import aiordma
 from aiordma import BrokenError, BusyError, ClosedError, Connection, ConnParam, WCStatus
-from tests.conformance.support import GUARD, pair, pattern, require
+from tests.conformance.support import GUARD, ended, pair, pattern, require
 
 
 async def test_order() -> None:
@@ -253,8 +253,7 @@ async def test_iteration_raises_after_a_fault() -> None:
         assert await anext(ends.server) == b"good"
         with pytest.raises(BrokenError):
             await anext(ends.server)
-        await asyncio.wait([sending])
-        sending.exception()  # where the device knows it
+        await ended(sending)
 
 
 async def test_recv_after_peer_close() -> None:

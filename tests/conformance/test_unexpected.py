@@ -8,7 +8,7 @@ import pytest
 
 import aiordma
 from aiordma import BrokenError, ConnParam
-from tests.conformance.support import DEVICE, capabilities, offer, pair, pattern
+from tests.conformance.support import DEVICE, capabilities, ended, offer, pair, pattern
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +92,7 @@ async def test_a_waiting_message_too_long() -> None:
             await ends.server.recv()
         with pytest.raises(BrokenError):
             await ends.client.recv()
-        await asyncio.wait([sending])
-        sending.exception()  # where the device knows it
+        await ended(sending)
 
 
 async def test_waiting_messages_outlive_the_sender() -> None:

@@ -22,7 +22,7 @@ from attrs import frozen
 import aiordma
 from aiordma import Connection, ConnParam, MemoryRegion, Opcode, QPAddress, QueuePair, RemoteRegion
 from aiordma.enums import WCFlags
-from tests.conformance.support import ALL, DEVICE, HOST, capabilities
+from tests.conformance.support import ALL, DEVICE, HOST, capabilities, require
 from tests.interop.support import free_port, needs_rdma
 
 pytestmark = needs_rdma
@@ -173,8 +173,7 @@ def need(capability: str) -> None:
     """Skip, and say so, where one of the two ends lacks what the test is about."""
     if DEVICE == "soft":
         pytest.skip(f"siw, the soft device's peer here, lacks Capabilities.{capability}")
-    if not getattr(capabilities(), capability):
-        pytest.skip(f"{DEVICE} lacks Capabilities.{capability}")
+    require(capability)
 
 
 def data(length: int, seed: int) -> bytes:

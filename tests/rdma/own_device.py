@@ -25,8 +25,6 @@ IWARP: Final = KIND == "siw"
 #: Seconds in which `rdma link delete` returns where everything lets go.
 REMOVAL_LIMIT: Final = 20.0
 _PROJECT: Final = Path(__file__).parents[2]
-#: Which of pytest's processes this is: each has devices of its own.
-_WORKER: Final = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
 
 
 def run(*command: str, timeout: float = REMOVAL_LIMIT) -> str:
@@ -39,9 +37,9 @@ def run(*command: str, timeout: float = REMOVAL_LIMIT) -> str:
 class OwnDevice:
     """A device on a network interface of its own."""
 
-    name: str = f"{KIND}bad{_WORKER}"
-    netdev: str = f"badnet{_WORKER}"
-    host: str = f"10.98.{_WORKER}.1"
+    name: str = f"{KIND}bad"
+    netdev: str = "badnet"
+    host: str = "10.98.0.1"
 
     def add(self) -> None:
         """Make it on its interface, again if it was removed."""

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import itertools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,16 @@ def info(name: str, address: str, **fields: Any) -> DeviceInfo:
         name=name, driver="verbs", transport="fake", available=True, interfaces=(f"if-{name}",), addresses=(address,),
         **fields,
     )  # fmt: skip
+
+
+def _free(port: int) -> bool:
+    """Whether nobody of this machine has a TCP port."""
+    with socket.socket() as sock:
+        try:
+            sock.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
 
 
 class FakeRDMAContext(FakeContext):
@@ -214,7 +225,8 @@ class FakeRDMA:
         self.calls: list[tuple[str, str]] = []
         self.ids: list[FakeCMID] = []
         self.bound: dict[tuple[str, int], FakeCMID] = {}
-        self.ports: Iterator[int] = itertools.count(40_000)
+        #: Free for TCP too: where the soft device stands beside, a taken one would have both tried again.
+        self.ports: Iterator[int] = filter(_free, itertools.count(40_000))
         self.opened: list[FakeRDMAContext] = []
         self.open_error: DeviceError | None = None
         self.channel_error: DeviceError | None = None

@@ -7,16 +7,22 @@ import asyncio
 from aiordma import BrokenError, FlushedError, Opcode, QPState
 from aiordma.drivers.base import Completion
 from aiordma.slots import RecvSlot
-from tests.unit.fake_driver import rig
+from tests.unit.fake_driver import Rig, rig
+
+
+def _receive(r: Rig) -> list[Completion]:
+    """Post a receive on a device that doesn't flush by itself; gives what completions will come of receives."""
+    ended: list[Completion] = []
+    r.qp.on_receive = lambda _, completion: ended.append(completion)
+    r.device.flush_now = False
+    r.qp.post_recv_slots((RecvSlot(()),))
+    return ended
 
 
 async def test_late_requests_are_ended_here() -> None:
     """Where the device doesn't flush what came too late, sends and receives end all the same, also later ones."""
     async with rig(late_requests_flush=False) as r:
-        ended: list[Completion] = []
-        r.qp.on_receive = lambda _, completion: ended.append(completion)
-        r.device.flush_now = False
-        r.qp.post_recv_slots((RecvSlot(()),))
+        ended = _receive(r)
         sending = r.post()
         r.device.state = QPState.ERR  # by itself
         failure = BrokenError("the peer disconnected")
@@ -54,10 +60,7 @@ async def test_probe_of_an_idle_connection() -> None:
 async def test_a_flush_that_comes_late() -> None:
     """The device's own flush of what was ended here is nobody's, also when something was posted since."""
     async with rig(late_requests_flush=False) as r:
-        ended: list[Completion] = []
-        r.qp.on_receive = lambda _, completion: ended.append(completion)
-        r.device.flush_now = False
-        r.qp.post_recv_slots((RecvSlot(()),))
+        ended = _receive(r)
         (posted,) = r.device.recvs
         r.device.state = QPState.ERR
         r.qp.fail(BrokenError("the peer disconnected"))

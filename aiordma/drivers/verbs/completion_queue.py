@@ -11,7 +11,7 @@ from typing import Final
 
 from aiordma.drivers.base import Completion
 from aiordma.drivers.verbs.api import CQ, CompChannel, Context, PyverbsError, make_with_fd, verb
-from aiordma.drivers.verbs.direct_poll import DirectPoll, acknowledge, queue_of
+from aiordma.drivers.verbs.direct_poll import ROOM, DirectPoll, acknowledge, queue_of
 from aiordma.drivers.watch import unwatch, watch_readable
 from aiordma.enums import WCFlags
 
@@ -21,8 +21,6 @@ __all__ = ["VerbsCQ"]
 _ACK_BATCH: Final = 64
 #: struct ib_uverbs_comp_event_desc.
 _EVENT_SIZE: Final = 8
-#: More than one call takes.
-_POLL_ALL: Final = 256
 _WITH_IMM: Final = int(WCFlags.WITH_IMM)
 
 
@@ -74,7 +72,7 @@ class VerbsCQ:
             self._event = False
             self._take_event()
         self.cq.req_notify(self._solicited_only)
-        self._kept += self._poll(_POLL_ALL)
+        self._kept += self._poll(ROOM)
         if self._kept:
             self._on_ready()
 
@@ -132,7 +130,7 @@ class VerbsCQ:
     def purge(self, qp_num: int) -> None:
         """Drop the completions of a destroyed queue pair: siw gives its number to the next one made."""
         polled = self._kept
-        while taken := self._poll(_POLL_ALL):
+        while taken := self._poll(ROOM):
             polled += taken
         self._kept = [completion for completion in polled if completion[4] != qp_num]
         if self._kept and not self._loop.is_closed():

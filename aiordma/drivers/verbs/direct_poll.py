@@ -18,14 +18,14 @@ from typing import Final
 from aiordma.drivers.base import Completion
 from aiordma.enums import WCFlags
 
-__all__ = ["DirectPoll", "acknowledge", "queue_of"]
+__all__ = ["ROOM", "DirectPoll", "acknowledge", "queue_of"]
 
 #: struct ibv_wc: wr_id, status, opcode, vendor_err, byte_len, imm_data, qp_num, src_qp, wc_flags; the rest is for UD.
 _WC: Final = struct.Struct("=QiiIIIIII8x")
 _unpack_one: Final = _WC.unpack_from
 _unpack_all: Final = _WC.iter_unpack
 #: Completions that one call takes at most.
-_ROOM: Final = 256
+ROOM: Final = 256
 #: struct ibv_context is the device's address, then ops, a table of functions; poll_cq is its twelfth.
 _POLL_CQ: Final = 8 + 11 * 8
 _WITH_IMM: Final = int(WCFlags.WITH_IMM)
@@ -61,14 +61,14 @@ class DirectPoll:
         context = ctypes.c_uint64.from_address(queue).value
         # PYFUNCTYPE: the GIL stays, as letting go of it for a microsecond costs more than it gives.
         self._poll = ctypes.PYFUNCTYPE(ctypes.c_int)(ctypes.c_uint64.from_address(context + _POLL_CQ).value)
-        self._wcs = ctypes.create_string_buffer(_WC.size * _ROOM)
+        self._wcs = ctypes.create_string_buffer(_WC.size * ROOM)
         self._view = memoryview(self._wcs)
-        self._arguments = (ctypes.c_void_p(queue), ctypes.c_int(_ROOM), self._wcs)
+        self._arguments = (ctypes.c_void_p(queue), ctypes.c_int(ROOM), self._wcs)
 
     def poll(self, limit: int) -> list[Completion]:
         """Take up to `limit` completions, and never more than 256."""
         queue, room, wcs = self._arguments
-        count = self._poll(queue, room if limit >= _ROOM else ctypes.c_int(limit), wcs)
+        count = self._poll(queue, room if limit >= ROOM else ctypes.c_int(limit), wcs)
         if count == 1:
             wr_id, status, opcode, vendor_err, byte_len, imm, qp_num, _, flags = _unpack_one(wcs)
             return [
