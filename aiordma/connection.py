@@ -228,9 +228,10 @@ class Connection:
 
         Its success proves placement on every device.
         """
-        if self.capabilities.empty_read_waits:
-            self.qp.post_send(_WRITE, (), send_flags=_SIGNALED | _FENCE)  # its fence waits for the READs before it
-        return self.qp.post_send(_READ, ())
+        if not self.capabilities.empty_read_waits:
+            return self.qp.post_send(_READ, ())
+        fenced = self.qp.slot(_WRITE, (), 0, 0, None, _FENCE)  # its fence waits for the READs before it
+        return self.qp.post_list((fenced, self.qp.slot(_READ, (), 0, 0, None, 0)))
 
     def batch(self) -> Batch:
         """Collect operations, and post them as one linked list: `async with conn.batch() as b: b.read(...)`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
-from aiordma import Access, SendFlags
+from aiordma import Access, FlushedError, LocalError, Opcode, SendFlags, WCStatus
 from aiordma.testing import connected_pair
 from aiordma.types import SendWR
 from tests.conformance.support import pattern
@@ -37,3 +37,25 @@ async def test_read_into_more_pieces_than_a_read_fills(fence: bool, monkeypatch:
         await reading
         assert b"".join(piece.view.tobytes() for piece in pieces) == pattern(1000)[100:800]
         await ends.client.read(remote.remote(), into=[local[:0], local[1:1]], fence=fence)
+
+
+async def test_barrier_where_its_own_write_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The barrier says so; of the WRITE, which nobody knows of, no future is left with an exception."""
+    async with connected_pair() as ends:
+        context = ends.client.context
+        context.capabilities = attrs.evolve(context.capabilities, empty_read_waits=True)
+        posted: list[SendWR] = []
+
+        def keep(wrs: Sequence[SendWR]) -> bool:
+            posted.extend(wrs)
+            return False
+
+        monkeypatch.setattr(ends.client.qp, "_post_send", keep)
+        barrier = ends.client.barrier()
+        assert [wr.opcode for wr in posted] == [Opcode.RDMA_WRITE, Opcode.RDMA_READ]
+        assert posted[0].send_flags & SendFlags.FENCE
+        for wr, status in zip(posted, (WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR), strict=True):
+            ends.client.qp.completed((wr.wr_id, status, 0, 0, ends.client.qp.qp_num, 0, 0, 0))
+        with pytest.raises(FlushedError) as caught:
+            await barrier
+        assert isinstance(caught.value.__cause__, LocalError)
