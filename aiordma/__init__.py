@@ -48,6 +48,11 @@ from aiordma.listener import ConnectRequest, Listener, listen
 from aiordma.memory import MemoryPool, MemoryRegion, MemorySlice
 from aiordma.queue_pair import QueuePair
 from aiordma.server import Server, serve
+from aiordma.stream.client import create_connection, open_connection
+from aiordma.stream.server import StreamServer, create_server, start_server
+from aiordma.stream.socket import StreamParam
+from aiordma.stream.tls import start_tls
+from aiordma.stream.transport import StreamTransport
 from aiordma.types import (
     SGE,
     Capabilities,
@@ -114,14 +119,22 @@ __all__ = [
     "SendFlags",
     "SendWR",
     "Server",
+    "StreamParam",
+    "StreamServer",
+    "StreamTransport",
     "UnreachableError",
     "UnsupportedError",
     "WCFlags",
     "WCOpcode",
     "WCStatus",
     "connect",
+    "create_connection",
+    "create_server",
     "devices",
     "listen",
+    "open_connection",
     "open_device",
     "serve",
+    "start_server",
+    "start_tls",
 ]

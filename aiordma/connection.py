@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import attrs
 
@@ -26,7 +26,7 @@ from aiordma.queue_pair import QueuePair
 from aiordma.slots import RunSlot, SendSlot
 from aiordma.types import Buffer, Capabilities, ConnParam, RemoteRegion, SocketAddress
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "PrivateData", "check_private_data"]
 
 _READ: Final = Opcode.RDMA_READ
 _WRITE: Final = Opcode.RDMA_WRITE
@@ -36,6 +36,9 @@ _FENCE: Final = int(SendFlags.FENCE)
 #: `fence: bool` is or-ed into the flags as it is.
 assert int(SendFlags.FENCE) == int(True)
 _SOLICITED: Final = int(SendFlags.SOLICITED)
+
+#: Private data of a connect or an accept: fixed, or made of the connection to be, whose `alloc` gives what to put in.
+PrivateData: TypeAlias = "bytes | Callable[[Connection], bytes]"
 
 
 class Connection:
@@ -464,10 +467,13 @@ class Connection:
     # -- establishing -----------------------------------------------------------------------------------------------
 
     async def establish(
-        self, step: Callable[[QueuePair, ConnParam, bytes], Awaitable[Any]], private_data: bytes
+        self, step: Callable[[QueuePair, ConnParam, bytes], Awaitable[Any]], private_data: PrivateData, limit: int
     ) -> None:
         """Connect or accept; what was made is freed if that fails or is cancelled."""
         try:
+            if callable(private_data):
+                private_data = private_data(self)
+            check_private_data(private_data, limit)
             event = await step(self.qp, self.param, private_data)
         except BaseException:
             self.qp.refuse(ClosedError("the connection was not established"))
@@ -478,6 +484,12 @@ class Connection:
         self.peer_private_data = event.private_data or self.peer_private_data
         if self.qp.transport != "iwarp" and self.param.keepalive is not None:  # there TCP does it, or nothing can
             self._keep_alive = KeepAlive(self.qp, self.param.keepalive)
+
+
+def check_private_data(private_data: bytes, limit: int) -> None:
+    """Refuse private data that the transport can't carry, before anything is sent."""
+    if len(private_data) > limit:
+        raise ValueError(f"private data has {len(private_data)} bytes, this device carries {limit}")
 
 
 def _check_u32(name: str, value: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from attrs import frozen
 
 from aiordma.cm import CMID, resolve_host
-from aiordma.connection import Connection
+from aiordma.connection import Connection, PrivateData, check_private_data
 from aiordma.device import (
     RDMA,
     ProtectionDomain,
@@ -51,7 +51,7 @@ def connect(
     port: int,
     *,
     device: str | None = None,
-    private_data: bytes = b"",
+    private_data: PrivateData = b"",
     param: ConnParam | None = None,
     local_addr: tuple[str, int] | None = None,
     pd: ProtectionDomain | None = None,
@@ -71,7 +71,8 @@ def connect(
         port: the listener's.
         device: "soft", "rdma" (any RDMA device) or a device's name is a demand: no other is tried. By default
             AIORDMA_DEVICE, which is a demand too; without that whichever reaches the peer.
-        private_data: bytes the listener's program sees with the request; the limit is the device's.
+        private_data: bytes the listener's program sees with the request; the limit is the device's. Or a function that
+            makes them of the connection to be, when its device is known: its `alloc` gives regions to put in.
         param: queue sizes, depths, time-outs.
         local_addr: address and port of this side, 0 for any port.
         pd: a protection domain of your own, which demands its device; by default the device's.
@@ -100,7 +101,7 @@ class _Wanted:
 
     #: A device's name, "rdma", or None.
     device: str | None
-    private_data: bytes
+    private_data: PrivateData
     param: ConnParam
     local_addr: tuple[str, int] | None
     pd: ProtectionDomain | None
@@ -198,12 +199,14 @@ async def _connect_address(
             raise AddressError(f"can't use RDMA: {error}") from error
         raise
     try:
-        check_private_data(wanted.private_data, context.capabilities.max_connect_private_data)
+        limit = context.capabilities.max_connect_private_data
+        if not callable(wanted.private_data):
+            check_private_data(wanted.private_data, limit)
         connection = Connection(cm_id, wanted.pd or context.pd, wanted.param)
     except BaseException:
         cm_id.destroy()
         raise
-    await _within(patience, address, connection.establish(cm_id.connect, wanted.private_data))
+    await _within(patience, address, connection.establish(cm_id.connect, wanted.private_data, limit))
     return connection
 
 
@@ -270,9 +273,3 @@ async def _local_address(local_addr: tuple[str, int], address: SocketAddress) ->
         if len(candidate) == len(address):
             return candidate
     raise AddressError(f"{local_addr[0]} has no address of the family of {address[0]}")
-
-
-def check_private_data(private_data: bytes, limit: int) -> None:
-    """Refuse private data that the transport can't carry, before anything is sent."""
-    if len(private_data) > limit:
-        raise ValueError(f"private data has {len(private_data)} bytes, this device carries {limit}")

@@ -192,19 +192,21 @@ class ProtocolError(RDMAError):
     """The peer sent what the specification forbids.
 
     Attributes:
-        layer: of the Terminate that answers it: 0 RDMAP, 1 DDP, 2 LLP/MPA (RFC 5040 section 4.8).
+        layer: where iWARP forbids it, of the Terminate that answers it: 0 RDMAP, 1 DDP, 2 LLP/MPA (RFC 5040 section
+            4.8). By default RDMAP, and with type and code 0 a catastrophic error of this side's stream.
         etype: the layer's error type.
         code: the layer's error code.
     """
 
-    def __init__(self, message: str, *, layer: int, etype: int, code: int) -> None:
+    def __init__(self, message: str, *, layer: int = 0, etype: int = 0, code: int = 0) -> None:
         super().__init__(message)
         self.layer = layer
         self.etype = etype
         self.code = code
 
     def __str__(self) -> str:
-        return f"{self.args[0]} (layer {self.layer}, type {self.etype}, code {self.code:#04x})"
+        where = (self.layer, self.etype, self.code)
+        return str(self.args[0]) + (f" (layer {where[0]}, type {where[1]}, code {where[2]:#04x})" if any(where) else "")
 
 
 class UnsupportedError(RDMAError):

@@ -12,8 +12,7 @@ from typing import Self
 
 from aiordma.binding import Bound, Endpoint, bind
 from aiordma.cm import CMID
-from aiordma.connection import Connection
-from aiordma.connector import check_private_data
+from aiordma.connection import Connection, PrivateData, check_private_data
 from aiordma.device import RDMA, Context, LoopState, ProtectionDomain, demanded, loop_state, rdma_devices
 from aiordma.drivers.base import CMEvent
 from aiordma.enums import Access
@@ -73,8 +72,10 @@ class ConnectRequest:
         self._regions.append(region)
         return region
 
-    async def accept(self, *, private_data: bytes = b"", param: ConnParam | None = None) -> Connection:
+    async def accept(self, *, private_data: PrivateData = b"", param: ConnParam | None = None) -> Connection:
         """Accept (rdma_accept): gives the connection once it is established.
+
+        `private_data` is what the peer gets along, or a function that makes it of the connection to be.
 
         Cancellation: closes what it had; the peer is disconnected.
 
@@ -84,7 +85,9 @@ class ConnectRequest:
             ClosedError: it was answered before.
         """
         self._check_unanswered()
-        check_private_data(private_data, self.context.capabilities.max_accept_private_data)
+        limit = self.context.capabilities.max_accept_private_data
+        if not callable(private_data):
+            check_private_data(private_data, limit)
         self._answered = True
         try:
             # Before what it is made of: a device that is gone is no want of memory.
@@ -97,7 +100,7 @@ class ConnectRequest:
             connection.memory.keep(region)
         self._regions = []
         connection.peer_private_data = self.private_data
-        await connection.establish(self._cm_id.accept, private_data)
+        await connection.establish(self._cm_id.accept, private_data, limit)
         return connection
 
     async def reject(self, private_data: bytes = b"") -> None:

@@ -1,0 +1,1 @@
+"""Byte streams: rsocket's wire protocol, and asyncio's transports over it."""

@@ -1,0 +1,265 @@
+"""An rsocket: the stream protocol on a connection, as a socket that neither blocks nor waits."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from typing import Final
+
+from attrs import evolve, field, frozen
+
+from aiordma.connection import Connection
+from aiordma.drivers.base import Completion
+from aiordma.enums import Access, Opcode, SendFlags
+from aiordma.errors import BrokenError, ProtocolError
+from aiordma.inbox import ReceiveSlot
+from aiordma.memory import MemoryRegion
+from aiordma.slots import RecvSlot, RunSlot, SendSlot
+from aiordma.stream.protocol import Layout, Post, StreamProtocol
+from aiordma.stream.wire import MAX_QUEUE, ByteOrder, Hello, Mapping
+from aiordma.types import SGE, Buffer, ConnParam, RemoteRegion
+
+__all__ = ["RSocket", "StreamParam"]
+
+_SIGNALED: Final = int(SendFlags.SIGNALED)
+_WRITE: Final = Opcode.RDMA_WRITE
+_WRITE_WITH_IMM: Final = Opcode.RDMA_WRITE_WITH_IMM
+_SEND: Final = Opcode.SEND
+#: A message on iWARP is a SEND of so many bytes.
+_MESSAGE_SIZE: Final = 4
+#: Receives beyond the queue's size: control messages take no credit, but a receive.
+_MORE_RECEIVES: Final = 8
+#: rdma-core's smallest queue.
+_MIN_QUEUE: Final = 16
+
+
+def _queue_size(_: object, __: object, size: int) -> None:
+    if not _MIN_QUEUE <= size <= MAX_QUEUE:
+        raise ValueError(f"a queue of a stream has {_MIN_QUEUE} to {MAX_QUEUE} places, not {size}")
+
+
+def _buffer_size(_: object, __: object, size: int) -> None:
+    if not 2 <= size < 1 << 29:
+        raise ValueError(f"a buffer of a stream has 2 to {(1 << 29) - 1} bytes, not {size}")
+
+
+@frozen(kw_only=True)
+class StreamParam:
+    """Sizes of a stream's buffers and queues. The defaults are rdma-core's."""
+
+    #: Bytes that the peer may send ahead of the reader (SO_RCVBUF): registered, two halves that are used in turn.
+    recv_buffer: int = field(default=131072, validator=_buffer_size)
+    #: Bytes on their way to the peer (SO_SNDBUF).
+    send_buffer: int = field(default=131072, validator=_buffer_size)
+    #: Messages that the peer may send ahead of the reader (RDMA_RQSIZE).
+    rq_size: int = field(default=384, validator=_queue_size)
+    #: Messages on their way to the peer (RDMA_SQSIZE).
+    sq_size: int = field(default=384, validator=_queue_size)
+    #: Regions that the peer may map here (RDMA_IOMAPSIZE), up to 128.
+    iomap_size: int = 0
+    #: Retries, time-outs, keep-alive, type of service; its queues' sizes are not looked at.
+    conn: ConnParam = field(factory=ConnParam)
+
+    def connection(self) -> ConnParam:
+        """Give the connection's parameters."""
+        return evolve(
+            self.conn, recv_size=_MESSAGE_SIZE, recv_depth=self.rq_size + _MORE_RECEIVES, max_send_wr=2 * self.sq_size
+        )
+
+
+class RSocket:
+    """One end of a stream on a connection: bytes to send are copied to its send buffer, bytes received are lent.
+
+    Attributes:
+        conn: the connection; it is the owner's to close.
+        on_progress: called in a turn of its own when something changed: bytes came, or room; the peer said that it
+            ends; the connection ended.
+        error: why the connection can't go on, other than by the peer's orderly end.
+        ended: the queue pair takes and gives nothing more.
+    """
+
+    def __init__(self, conn: Connection, param: StreamParam) -> None:
+        self.conn = conn
+        self.on_progress: Callable[[], None] = _nothing
+        self.error: BaseException | None = None
+        self.ended = False
+        self._loop = asyncio.get_running_loop()
+        self._context = Context()
+        self._qp = conn.qp
+        self._iwarp = conn.capabilities.transport == "iwarp"
+        half = param.recv_buffer // 2
+        layout = Layout((half, param.recv_buffer - half), iomap_length=param.iomap_size)
+        region = conn.alloc(layout.size, access=Access.REMOTE_WRITE)
+        self._view = region.view
+        self.protocol = StreamProtocol(
+            self._view, region.addr, region.rkey, layout,
+            rq_size=min(param.rq_size, conn.param.recv_depth), sq_size=param.sq_size, iwarp=self._iwarp,
+        )  # fmt: skip
+        self._ring: MemoryRegion = conn.pd.alloc(param.send_buffer)
+        self._ring_view = self._ring.view
+        self._ring_size = param.send_buffer
+        self._head = 0
+        self._used = 0
+        #: Of each post that isn't completed: bytes of the send buffer that it holds; -1: a control slot instead.
+        self._holding: deque[int] = deque()
+        self._failures: list[BaseException] = []
+        self._messages: list[int] = []
+        self._received: list[ReceiveSlot] = []
+        self._order: ByteOrder = "little"
+        self._started = False
+        self._scheduled = False
+        self._qp.on_receive = self._on_receive
+
+    def hello(self) -> bytes:
+        """Give this end's private data."""
+        return self.protocol.hello().to_bytes()
+
+    def start(self, private_data: bytes) -> None:
+        """Take the peer's private data: the connection is established.
+
+        Raises:
+            ProtocolError: the peer is no rsocket.
+        """
+        peer = Hello.from_bytes(private_data)
+        self._order = peer.order
+        self.protocol.start(peer)
+        self._started = True
+        self._control()
+        if self._received or self.ended:
+            self._schedule()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, data: memoryview) -> int:
+        """Send as much as there is room for, and tell how many bytes that was; they were copied."""
+        sent, total = 0, len(data)
+        protocol = self.protocol
+        while sent < total and (room := protocol.room):
+            head = self._head
+            length = min(total - sent, room, self._ring_size - self._used, self._ring_size - head)
+            if not length:
+                break
+            self._ring_view[head : head + length] = data[sent : sent + length]
+            self._head = 0 if head + length == self._ring_size else head + length
+            self._used += length
+            self._post(protocol.data(length), (self._ring[head : head + length],), length)
+            sent += length
+        return sent
+
+    def _control(self) -> None:
+        """Post the control messages that are due."""
+        if self.ended or self.error is not None:
+            return
+        while (post := self.protocol.control()) is not None:
+            sg_list, inline, _ = self.conn.memory.source(post.payload)
+            self._post(post, sg_list, -1 if post.control else 0, inline)
+
+    def _post(self, post: Post, sg_list: Sequence[SGE], holds: int, inline: bytes | None = None) -> None:
+        qp = self._qp
+        if qp.refusal is not None:
+            return  # its end is on the way here
+        slots: list[SendSlot | RunSlot] = []
+        if not self._iwarp:
+            last = qp.slot(_WRITE_WITH_IMM, sg_list, post.remote_addr, post.rkey, inline, _SIGNALED)
+            last.imm_data = post.message
+        else:
+            if post.remote_addr:
+                slots.append(qp.slot(_WRITE, sg_list, post.remote_addr, post.rkey, inline, 0))
+            message = post.message.to_bytes(_MESSAGE_SIZE, sys.byteorder)
+            elements, inline, _ = self.conn.memory.source(message)
+            last = qp.slot(_SEND, elements, 0, 0, inline, _SIGNALED)
+        last.finish = self._completed
+        slots.append(last)
+        self._holding.append(holds)
+        qp.post_list(slots, self._failures)
+
+    def _completed(self) -> None:
+        """The oldest post completed; within a poll, so nothing may be posted here."""
+        holds = self._holding.popleft()
+        if holds > 0:
+            self._used -= holds
+        self.protocol.completed(control=holds < 0)
+        self._schedule()
+
+    @property
+    def in_flight(self) -> int:
+        """Posts that aren't completed."""
+        return len(self._holding)
+
+    def shutdown(self) -> None:
+        """Send no more: the peer sees the end behind the data (SHUT_WR)."""
+        self.protocol.shutdown()
+        self._control()
+
+    def disconnect(self) -> None:
+        """Go away: the peer sees the end behind the data."""
+        self.protocol.disconnect()
+        self._control()
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def peek(self) -> memoryview:
+        """Give the next bytes that came, as far as they are in one piece: lent until `consume()`."""
+        start, length = self.protocol.readable()
+        return self._view[start : start + length]
+
+    def consume(self, length: int) -> None:
+        """Give back the first bytes of `peek()`: the peer may write there again."""
+        self.protocol.consume(length)
+        self._control()
+
+    def _on_receive(self, slot: RecvSlot, completion: Completion) -> None:
+        """A message came; within a poll, so it is only noted."""
+        assert isinstance(slot, ReceiveSlot)
+        if completion[1]:
+            self.ended = True
+        else:
+            self._received.append(slot)
+            if not self._iwarp:
+                self._messages.append(completion[5])
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled and self._started:
+            self._scheduled = True
+            self._loop.call_soon(self._progress, context=self._context)
+
+    def _progress(self) -> None:
+        self._scheduled = False
+        received, self._received = self._received, []
+        if self._iwarp:
+            order = self._order
+            messages = [int.from_bytes(slot.view, order) for slot in received]
+        else:
+            messages, self._messages = self._messages, []
+        try:
+            if received and not self.ended:
+                self._qp.post_recv_slots(received)
+            for message in messages:
+                self.protocol.receive(message)
+            self._control()
+        except (ProtocolError, BrokenError, OSError) as error:
+            self.error = error
+        if self.ended and self.error is None and not self.protocol.disconnected:
+            self.error = self._qp.failure
+        self.on_progress()
+
+    # -- direct placement ---------------------------------------------------------------------------------------------
+
+    def map(self, mapping: Mapping) -> None:
+        """Offer a region to the peer (riomap)."""
+        self.protocol.map(mapping)
+        self._control()
+
+    def write_at(self, offset: int, data: Buffer) -> asyncio.Future[None]:
+        """Write to a region that the peer offers (riowrite)."""
+        length = memoryview(data).nbytes
+        addr, rkey = self.protocol.mapped(offset, length)
+        return self.conn.write(RemoteRegion(addr, length, rkey), data)
+
+
+def _nothing() -> None:
+    """Nobody listens yet."""
