@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from aiordma.errors import BrokenError
+from aiordma.errors import BrokenError, ProtocolError
 from aiordma.stream.socket import RSocket
 from aiordma.stream.wire import Mapping
 from aiordma.types import Buffer
@@ -256,7 +256,11 @@ class StreamTransport(asyncio.Transport):
         if self._lost is not None:
             return
         stream, error = self._stream, self._sock.error
-        if error is not None and (self._buffer or self._closing or not stream.unread):
+        # What came before the connection broke can still be read, unless the peer is out of its mind, or this side has
+        # something to say.
+        if error is not None and (
+            self._buffer or self._closing or not stream.unread or isinstance(error, ProtocolError)
+        ):
             self._end(None if self._leave_by else error, abort=True)
             return
         if stream.eof and not stream.unread and not self._eof_told and not self._closing:
