@@ -105,8 +105,9 @@ class SendLedger(ABC):
         imm_data: int = 0,
         compare_add: int = 0,
         swap: int = 0,
+        group: list[BaseException] | None = None,
     ) -> asyncio.Future[Any]:
-        """Post a request now, or in order when there is room (ibv_post_send).
+        """Post a request now, or in order when there is room (ibv_post_send); a failure is put into `group`, if any.
 
         Ownership: memory in `sg_list` belongs to the device until the future is done, or, if that was cancelled, until
         its `idle()` returns. Memory stays referenced here for as long.
@@ -135,6 +136,7 @@ class SendLedger(ABC):
         slot.imm_data = imm_data
         slot.compare_add = compare_add
         slot.swap = swap
+        slot.group = group
         future = slot.future = self._create_future()
         if self._credits and (not self.attention or not self._waiting):
             self._credits -= 1

@@ -182,6 +182,11 @@ class StreamProtocol:
             self._control_slots -= 1
         return post
 
+    @property
+    def waits(self) -> bool:
+        """Whether a control message waits for a post to complete."""
+        return not self._control_slots or bool(self._new_mappings)
+
     def _grant(self) -> Post | None:
         """Publish a free segment, or give back the credits of messages that were read."""
         if self._leaving:

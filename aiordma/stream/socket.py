@@ -13,10 +13,10 @@ from attrs import evolve, field, frozen
 
 from aiordma.connection import Connection
 from aiordma.drivers.base import Completion
-from aiordma.enums import Access, Opcode, SendFlags
+from aiordma.enums import Access, Opcode, SendFlags, WCFlags
 from aiordma.errors import BrokenError, ProtocolError
 from aiordma.inbox import ReceiveSlot
-from aiordma.memory import MemoryRegion
+from aiordma.memory import MemoryRegion, MemorySlice
 from aiordma.slots import RecvSlot, RunSlot, SendSlot
 from aiordma.stream.protocol import Layout, Post, StreamProtocol
 from aiordma.stream.wire import MAX_QUEUE, ByteOrder, Hello, Mapping
@@ -25,6 +25,7 @@ from aiordma.types import SGE, Buffer, ConnParam, RemoteRegion
 __all__ = ["RSocket", "StreamParam"]
 
 _SIGNALED: Final = int(SendFlags.SIGNALED)
+_WITH_IMM: Final = int(WCFlags.WITH_IMM)
 _WRITE: Final = Opcode.RDMA_WRITE
 _WRITE_WITH_IMM: Final = Opcode.RDMA_WRITE_WITH_IMM
 _SEND: Final = Opcode.SEND
@@ -98,15 +99,20 @@ class RSocket:
             self._view, region.addr, region.rkey, layout,
             rq_size=min(param.rq_size, conn.param.recv_depth), sq_size=param.sq_size, iwarp=self._iwarp,
         )  # fmt: skip
-        self._ring: MemoryRegion = conn.pd.alloc(param.send_buffer)
-        self._ring_view = self._ring.view
-        self._ring_size = param.send_buffer
+        self._immediate = not self._iwarp
+        self._max_inline = conn.capabilities.max_inline_data
+        #: The send buffer, made when something is sent that isn't inline.
+        self._ring: MemoryRegion | None = None
+        self._size = param.send_buffer
         self._head = 0
         self._used = 0
+        #: Something waits for a completion.
+        self._blocked = False
         #: Of each post that isn't completed: bytes of the send buffer that it holds; -1: a control slot instead.
         self._holding: deque[int] = deque()
         self._failures: list[BaseException] = []
-        self._messages: list[int] = []
+        #: Messages that came with immediate data, and receives that hold one.
+        self._messages: list[int | ReceiveSlot] = []
         self._received: list[ReceiveSlot] = []
         self._order: ByteOrder = "little"
         self._started = False
@@ -115,7 +121,11 @@ class RSocket:
 
     def hello(self) -> bytes:
         """Give this end's private data."""
-        return self.protocol.hello().to_bytes()
+        return evolve(self.protocol.hello(), immediate=self._offers_immediate).to_bytes()
+
+    @property
+    def _offers_immediate(self) -> bool:
+        return self._iwarp and self.conn.capabilities.write_with_imm
 
     def start(self, private_data: bytes) -> None:
         """Take the peer's private data: the connection is established.
@@ -125,6 +135,7 @@ class RSocket:
         """
         peer = Hello.from_bytes(private_data)
         self._order = peer.order
+        self._immediate = not self._iwarp or (peer.immediate and self._offers_immediate)
         self.protocol.start(peer)
         self._started = True
         self._control()
@@ -133,21 +144,36 @@ class RSocket:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, data: memoryview) -> int:
-        """Send as much as there is room for, and tell how many bytes that was; they were copied."""
+    def send(self, data: bytes | memoryview) -> int:
+        """Send as much as there is room for, and tell how many bytes that was; `bytes` are kept, others were copied."""
         sent, total = 0, len(data)
         protocol = self.protocol
-        while sent < total and (room := protocol.room):
-            head = self._head
-            length = min(total - sent, room, self._ring_size - self._used, self._ring_size - head)
+        while sent < total:
+            length = min(total - sent, protocol.room, self._size - self._used)
             if not length:
+                self._blocked = True
                 break
-            self._ring_view[head : head + length] = data[sent : sent + length]
-            self._head = 0 if head + length == self._ring_size else head + length
-            self._used += length
-            self._post(protocol.data(length), (self._ring[head : head + length],), length)
+            if length <= self._max_inline:
+                inline = data if length == total and type(data) is bytes else bytes(data[sent : sent + length])
+                self._used += length
+                self._post(protocol.data(length), (), length, inline)
+            else:
+                piece = self._piece(length)
+                length = piece.length
+                piece.view[:] = data[sent : sent + length]
+                self._used += length
+                self._post(protocol.data(length), (piece,), length)
             sent += length
         return sent
+
+    def _piece(self, length: int) -> MemorySlice:
+        """Take the next so many bytes of the send buffer, or as many as there are up to its end."""
+        if self._ring is None:
+            self._ring = self.conn.pd.alloc(self._size)
+        head = self._head
+        stop = min(head + length, self._size)
+        self._head = stop % self._size
+        return self._ring[head:stop]
 
     def _control(self) -> None:
         """Post the control messages that are due."""
@@ -156,24 +182,27 @@ class RSocket:
         while (post := self.protocol.control()) is not None:
             sg_list, inline, _ = self.conn.memory.source(post.payload)
             self._post(post, sg_list, -1 if post.control else 0, inline)
+        self._blocked |= self.protocol.waits
 
     def _post(self, post: Post, sg_list: Sequence[SGE], holds: int, inline: bytes | None = None) -> None:
         qp = self._qp
         if qp.refusal is not None:
             return  # its end is on the way here
+        self._holding.append(holds)
+        message = post.message
+        if self._immediate:
+            qp.post_send(
+                _WRITE_WITH_IMM, sg_list, post.remote_addr, post.rkey, inline, _SIGNALED, self._completed, message,
+                group=self._failures,
+            )  # fmt: skip
+            return
         slots: list[SendSlot | RunSlot] = []
-        if not self._iwarp:
-            last = qp.slot(_WRITE_WITH_IMM, sg_list, post.remote_addr, post.rkey, inline, _SIGNALED)
-            last.imm_data = post.message
-        else:
-            if post.remote_addr:
-                slots.append(qp.slot(_WRITE, sg_list, post.remote_addr, post.rkey, inline, 0))
-            message = post.message.to_bytes(_MESSAGE_SIZE, sys.byteorder)
-            elements, inline, _ = self.conn.memory.source(message)
-            last = qp.slot(_SEND, elements, 0, 0, inline, _SIGNALED)
+        if post.remote_addr:
+            slots.append(qp.slot(_WRITE, sg_list, post.remote_addr, post.rkey, inline, 0))
+        elements, inline, _ = self.conn.memory.source(message.to_bytes(_MESSAGE_SIZE, sys.byteorder))
+        last = qp.slot(_SEND, elements, 0, 0, inline, _SIGNALED)
         last.finish = self._completed
         slots.append(last)
-        self._holding.append(holds)
         qp.post_list(slots, self._failures)
 
     def _completed(self) -> None:
@@ -182,7 +211,8 @@ class RSocket:
         if holds > 0:
             self._used -= holds
         self.protocol.completed(control=holds < 0)
-        self._schedule()
+        if self._blocked:
+            self._schedule()
 
     @property
     def in_flight(self) -> int:
@@ -218,8 +248,7 @@ class RSocket:
             self.ended = True
         else:
             self._received.append(slot)
-            if not self._iwarp:
-                self._messages.append(completion[5])
+            self._messages.append(completion[5] if completion[6] & _WITH_IMM else slot)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -230,16 +259,14 @@ class RSocket:
     def _progress(self) -> None:
         self._scheduled = False
         received, self._received = self._received, []
-        if self._iwarp:
-            order = self._order
-            messages = [int.from_bytes(slot.view, order) for slot in received]
-        else:
-            messages, self._messages = self._messages, []
+        messages, self._messages = self._messages, []
+        order = self._order
+        self._blocked = False
         try:
+            for message in messages:
+                self.protocol.receive(message if isinstance(message, int) else int.from_bytes(message.view, order))
             if received and not self.ended:
                 self._qp.post_recv_slots(received)
-            for message in messages:
-                self.protocol.receive(message)
             self._control()
         except (ProtocolError, BrokenError, OSError) as error:
             self.error = error

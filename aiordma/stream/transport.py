@@ -145,7 +145,7 @@ class StreamTransport(asyncio.Transport):
             raise RuntimeError("Cannot call write() after write_eof()")
         if not view or self._lost is not None or self._closing:
             return
-        sent = 0 if self._buffer else self._sock.send(view)
+        sent = 0 if self._buffer else self._sock.send(data if type(data) is bytes else view)
         if sent < len(view):
             self._buffer.append(memoryview(bytes(view[sent:])))
             self._buffer_size += len(view) - sent

@@ -33,6 +33,8 @@ IOMAP_SIZE: Final = 24
 _VERSION: Final = 1
 _BIG_ENDIAN: Final = 0x01
 _IOMAP: Final = 0x02
+#: Of ours, and nothing to rdma-core, which looks at no flag it doesn't know.
+_IMMEDIATE: Final = 0x80
 _HELLO: Final = struct.Struct(">BBH3xBQIIQII")
 _TOP: Final = 1 << 64
 
@@ -126,6 +128,8 @@ class Hello:
     iomap_length: int = 0
     #: Its first receive segment.
     first: Entry
+    #: Its iWARP device knows immediate data (RFC 7306): where both do, a message goes as that, and not as a SEND.
+    immediate: bool = False
 
     #: Length of `to_bytes()`.
     WIRE_SIZE = _HELLO.size
@@ -133,8 +137,9 @@ class Hello:
     def to_bytes(self) -> bytes:
         """Encode; a large iomap is rounded down to a multiple of 256, as its size has one byte."""
         size = self.iomap_length
+        flags = _IOMAP | (_BIG_ENDIAN if self.order == "big" else 0) | (_IMMEDIATE if self.immediate else 0)
         return _HELLO.pack(
-            _VERSION, _IOMAP | (_BIG_ENDIAN if self.order == "big" else 0), self.credits,
+            _VERSION, flags, self.credits,
             size if size <= 128 else 0x80 | size >> 8,
             self.sgl_addr, self.sgl_rkey, self.sgl_length, *(self.first.addr, self.first.rkey, self.first.length),
         )  # fmt: skip
@@ -159,5 +164,5 @@ class Hello:
         return cls(
             order="big" if flags & _BIG_ENDIAN else "little", credits=credits_,
             sgl_addr=sgl_addr, sgl_rkey=sgl_rkey, sgl_length=sgl_length, iomap_length=iomap_length,
-            first=Entry(*first),
+            first=Entry(*first), immediate=bool(flags & _IMMEDIATE),
         )  # fmt: skip

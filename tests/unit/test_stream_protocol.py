@@ -280,7 +280,7 @@ def test_half_close() -> None:
     """SHUTDOWN ends one direction; the other one's SHUTDOWN then is a DISCONNECT, and ends both."""
     a, b = pair_of_ends()
     a.to_send = b"last"
-    a.post()
+    drain(a, b)
     a.protocol.shutdown()
     drain(a, b)
     assert b.protocol.eof
@@ -288,7 +288,7 @@ def test_half_close() -> None:
     b.read(4)
     assert b.got == b"last"
     b.to_send = b"answer"
-    b.post()
+    drain(a, b)
     b.protocol.shutdown()
     drain(a, b)
     a.read(6)

@@ -68,7 +68,10 @@ ATOMIC_REQUEST_FPDU: Final = struct.Struct(">HHIIIIIIIQQQQQ4x")
 #: Untagged header, then request id, old value.
 ATOMIC_RESPONSE: Final = struct.Struct(">HHIIIIIQ")
 ATOMIC_RESPONSE_FPDU: Final = struct.Struct(">HHIIIIIQ4x")
+#: Untagged header, then the 32 bits, and as many that nobody looks at.
+IMMEDIATE_FPDU: Final = struct.Struct(">HHIIIII4x4x")
 
+IMMEDIATE_ULPDU: Final = 26
 READ_REQUEST_ULPDU: Final = 46
 ATOMIC_REQUEST_ULPDU: Final = 70
 ATOMIC_RESPONSE_ULPDU: Final = 30

@@ -26,6 +26,7 @@ _LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
 _READ_CONTROL: Final = ddp.UNTAGGED_LAST | ddp.OP_READ_REQUEST
 _WRITE_LAST: Final = ddp.TAGGED_LAST | ddp.OP_WRITE
 _PACK_TAGGED: Final = ddp.TAGGED_HEADER.pack
+_PACK_IMMEDIATE: Final = ddp.IMMEDIATE_FPDU.pack
 _PACK_READ: Final = ddp.READ_REQUEST_FPDU.pack
 _ATOMIC_CONTROL: Final = ddp.UNTAGGED_LAST | ddp.OP_ATOMIC_REQUEST
 
@@ -234,11 +235,19 @@ class SendQueue:
     def _write_with_imm(self, wr: SendWR) -> bool:
         """RFC 7306 section 6: an RDMA Write, then Immediate Data, whose first four bytes are the verbs' 32 bits."""
         views, total = self._source(wr)
+        opcode = ddp.OP_IMMEDIATE_SE if wr.send_flags & _SOLICITED else ddp.OP_IMMEDIATE
+        self._send_msn = msn = self._send_msn + 1 & ddp.MASK32
+        if total <= self._small_limit:
+            length = ddp.TAGGED_ULPDU + total
+            header = _PACK_TAGGED(length, _WRITE_LAST, wr.rkey, wr.remote_addr)
+            self._put(b"".join((header, *views, TRAILERS[length & 3])))
+            control = ddp.UNTAGGED_LAST | opcode
+            self._put(_PACK_IMMEDIATE(ddp.IMMEDIATE_ULPDU, control, 0, ddp.QN_SEND, msn, 0, wr.imm_data))
+            self._copied(wr)
+            return True
         self._posted.append(wr)
         limit = self._payload_limit
         written = ddp.tagged_segments(ddp.OP_WRITE, wr.rkey, wr.remote_addr, views, total, limit)
-        opcode = ddp.OP_IMMEDIATE_SE if wr.send_flags & _SOLICITED else ddp.OP_IMMEDIATE
-        self._send_msn = msn = self._send_msn + 1 & ddp.MASK32
         data = memoryview(wr.imm_data.to_bytes(4, "big") + bytes(4))
         immediate = ddp.untagged_segments(opcode, 0, msn, [data], 8, 8)
         self._send_message(wr, chain(written, immediate), max(1, -(-total // limit)) + 1)
