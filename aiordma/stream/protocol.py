@@ -83,6 +83,7 @@ class StreamProtocol:
     Attributes:
         unread: bytes received and not consumed.
         eof: the other end sends no more: what is unread is the rest.
+        due: `control()` may have something to post.
         disconnected: one of the ends said that it goes away: nothing more can be sent.
         shut: this end said that it sends no more.
         mappings: regions that the other end offers (riomap), by their index.
@@ -107,7 +108,7 @@ class StreamProtocol:
         self._sent = 0
         self._limit = 0
         self._spare = 0
-        self._due: deque[int] = deque()
+        self._ctrl: deque[int] = deque()
         self._new_mappings: deque[tuple[int, Mapping]] = deque()
         self._n_mapped = 0
         self._leaving = False
@@ -121,7 +122,9 @@ class StreamProtocol:
         self._messages_read = 0
         self._messages_received = 0
         self._granted = rq_size
+        self._grant_from = max(1, rq_size // 2)
         self.unread = 0
+        self.due = False
         self.eof = False
         self.disconnected = False
         self.shut = False
@@ -144,6 +147,7 @@ class StreamProtocol:
         self._spare = _SPARE if self._iwarp and peer.credits >= _SPARE_FROM else 0
         if peer.first.length:
             self._targets.append(peer.first)
+        self.due = True
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -172,13 +176,16 @@ class StreamProtocol:
     def control(self) -> Post | None:
         """Give the next control message that is due, if one can be sent now."""
         if not self._control_slots or self.disconnected:
+            self.due = False
             return None
         post = self._grant() or self._mapping()
-        if post is None and self._due:
-            ctrl = self._due.popleft()
+        if post is None and self._ctrl:
+            ctrl = self._ctrl.popleft()
             self.disconnected = ctrl == Ctrl.DISCONNECT
             post = Post(_CTRL | ctrl, 0, 0, b"", True)
-        if post is not None and post.control:
+        if post is None:
+            self.due = False
+        elif post.control:
             self._control_slots -= 1
         return post
 
@@ -202,7 +209,7 @@ class StreamProtocol:
                 message, peer.sgl_addr + ENTRY_SIZE * (self._published % peer.sgl_length), peer.sgl_rkey, entry, True
             )  # fmt: skip
             self._published += 1
-        elif limit - self._granted >= max(1, self._rq_size // 2):
+        elif limit - self._granted >= self._grant_from:
             post = Post(message, 0, 0, b"", True)
         else:
             return None
@@ -222,24 +229,23 @@ class StreamProtocol:
             False,
         )  # fmt: skip
 
-    def completed(self, *, control: bool) -> None:
-        """A post completed: its places in the queue are free."""
-        if control:
-            self._control_slots += 1
-        else:
-            self._in_flight -= 1
+    def completed(self, data: int, control: int) -> None:
+        """So many posts of each kind completed: their places in the queue are free."""
+        self._in_flight -= data
+        self._control_slots += control
+        self.due = True
 
     def shutdown(self) -> None:
         """Say, behind the data, that this end sends no more (SHUT_WR)."""
         if not self.shut:
-            self.shut = True
-            self._due.append(Ctrl.DISCONNECT if self.eof else Ctrl.SHUTDOWN)
+            self.shut = self.due = True
+            self._ctrl.append(Ctrl.DISCONNECT if self.eof else Ctrl.SHUTDOWN)
 
     def disconnect(self) -> None:
         """Say, behind the data, that this end goes away."""
-        self.shut = self._leaving = True
-        self._due.clear()
-        self._due.append(Ctrl.DISCONNECT)
+        self.shut = self._leaving = self.due = True
+        self._ctrl.clear()
+        self._ctrl.append(Ctrl.DISCONNECT)
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -255,6 +261,7 @@ class StreamProtocol:
         elif op == Op.SGL:
             self._limit = data & CREDITS_MASK
             self._take_entry()
+            self.due = True
         elif op == Op.CTRL:
             self._received_ctrl(data)
         elif op == Op.IOMAP:
@@ -285,6 +292,7 @@ class StreamProtocol:
         if length == room:
             self._filled += 1
             self._fill_at = 0
+            self.due = True
 
     def _take_entry(self) -> None:
         """Take the next entry of the target SGL, if it was written.
@@ -304,7 +312,7 @@ class StreamProtocol:
             self.eof = self.disconnected = True
         elif ctrl == Ctrl.SHUTDOWN:
             self.eof = True
-            self.disconnected = self.shut and not self._due
+            self.disconnected = self.shut and not self._ctrl
 
     def readable(self) -> tuple[int, int]:
         """Give where the next unread bytes are in memory, as far as they are in one piece: start and length."""
@@ -320,6 +328,7 @@ class StreamProtocol:
         if self._read_at == segments[self._freed % len(segments)][1]:
             self._freed += 1
             self._read_at = 0
+            self.due = True
         lengths = self._lengths
         while length:
             if length < lengths[0]:
@@ -327,6 +336,8 @@ class StreamProtocol:
                 return
             length -= lengths.popleft()
             self._messages_read += 1
+        if self._messages_read + self._rq_size - self._granted >= self._grant_from:
+            self.due = True
 
     # -- direct placement (riomap, riowrite) --------------------------------------------------------------------------
 
@@ -342,6 +353,7 @@ class StreamProtocol:
             raise ValueError(f"the peer takes {max(0, limit)} mappings, and no more")
         index = self._n_mapped
         self._n_mapped += 1
+        self.due = True
         self._new_mappings.append((index, mapping))
         return index
 

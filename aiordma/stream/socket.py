@@ -71,6 +71,15 @@ class StreamParam:
         )
 
 
+class _Posted:
+    """Posts that are told of by one completion: bytes of the send buffer that they hold, and how many of each kind."""
+
+    __slots__ = ("control", "data", "held")
+
+    def __init__(self) -> None:
+        self.held = self.data = self.control = 0
+
+
 class RSocket:
     """One end of a stream on a connection: bytes to send are copied to its send buffer, bytes received are lent.
 
@@ -108,8 +117,11 @@ class RSocket:
         self._used = 0
         #: Something waits for a completion.
         self._blocked = False
-        #: Of each post that isn't completed: bytes of the send buffer that it holds; -1: a control slot instead.
-        self._holding: deque[int] = deque()
+        #: What was posted since the last signalled post, and before each of those that aren't completed.
+        self._since = _Posted()
+        self._posted: deque[_Posted] = deque()
+        self._signal_every = max(1, param.sq_size // 16)
+        self._signal_bytes = param.send_buffer // 4
         self._failures: list[BaseException] = []
         #: Messages that came with immediate data, and receives that hold one.
         self._messages: list[int | ReceiveSlot] = []
@@ -181,18 +193,27 @@ class RSocket:
             return
         while (post := self.protocol.control()) is not None:
             sg_list, inline, _ = self.conn.memory.source(post.payload)
-            self._post(post, sg_list, -1 if post.control else 0, inline)
+            self._post(post, sg_list, 0, inline)
         self._blocked |= self.protocol.waits
 
-    def _post(self, post: Post, sg_list: Sequence[SGE], holds: int, inline: bytes | None = None) -> None:
+    def _post(self, post: Post, sg_list: Sequence[SGE], length: int, inline: bytes | None = None) -> None:
+        """Post a message, and the bytes before it; of those that carry data, some are signalled."""
         qp = self._qp
         if qp.refusal is not None:
             return  # its end is on the way here
-        self._holding.append(holds)
+        since = self._since
+        since.held += length
+        since.control += post.control
+        since.data += not post.control
+        finish, flags = None, 0
+        if since.control or since.data == self._signal_every or since.held >= self._signal_bytes or self._blocked:
+            self._since = _Posted()
+            self._posted.append(since)
+            finish, flags = self._completed, _SIGNALED
         message = post.message
         if self._immediate:
             qp.post_send(
-                _WRITE_WITH_IMM, sg_list, post.remote_addr, post.rkey, inline, _SIGNALED, self._completed, message,
+                _WRITE_WITH_IMM, sg_list, post.remote_addr, post.rkey, inline, flags, finish, message,
                 group=self._failures,
             )  # fmt: skip
             return
@@ -200,24 +221,18 @@ class RSocket:
         if post.remote_addr:
             slots.append(qp.slot(_WRITE, sg_list, post.remote_addr, post.rkey, inline, 0))
         elements, inline, _ = self.conn.memory.source(message.to_bytes(_MESSAGE_SIZE, sys.byteorder))
-        last = qp.slot(_SEND, elements, 0, 0, inline, _SIGNALED)
-        last.finish = self._completed
+        last = qp.slot(_SEND, elements, 0, 0, inline, flags)
+        last.finish = finish
         slots.append(last)
         qp.post_list(slots, self._failures)
 
     def _completed(self) -> None:
-        """The oldest post completed; within a poll, so nothing may be posted here."""
-        holds = self._holding.popleft()
-        if holds > 0:
-            self._used -= holds
-        self.protocol.completed(control=holds < 0)
+        """The oldest signalled post completed, and those before it; within a poll, so nothing may be posted here."""
+        done = self._posted.popleft()
+        self._used -= done.held
+        self.protocol.completed(done.data, done.control)
         if self._blocked:
             self._schedule()
-
-    @property
-    def in_flight(self) -> int:
-        """Posts that aren't completed."""
-        return len(self._holding)
 
     def shutdown(self) -> None:
         """Send no more: the peer sees the end behind the data (SHUT_WR)."""
@@ -239,7 +254,8 @@ class RSocket:
     def consume(self, length: int) -> None:
         """Give back the first bytes of `peek()`: the peer may write there again."""
         self.protocol.consume(length)
-        self._control()
+        if self.protocol.due:
+            self._control()
 
     def _on_receive(self, slot: RecvSlot, completion: Completion) -> None:
         """A message came; within a poll, so it is only noted."""
@@ -267,7 +283,8 @@ class RSocket:
                 self.protocol.receive(message if isinstance(message, int) else int.from_bytes(message.view, order))
             if received and not self.ended:
                 self._qp.post_recv_slots(received)
-            self._control()
+            if self.protocol.due:
+                self._control()
         except (ProtocolError, BrokenError, OSError) as error:
             self.error = error
         if self.ended and self.error is None and not self.protocol.disconnected:

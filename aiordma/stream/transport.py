@@ -240,6 +240,10 @@ class StreamTransport(asyncio.Transport):
         """Close at once; what waits is dropped."""
         self._end(None, abort=True)
 
+    def _force_close(self, error: BaseException | None) -> None:
+        """As abort(), with a cause for connection_lost(): asyncio's TLS layer calls it."""
+        self._end(error, abort=True)
+
     def _leave(self) -> None:
         """Everything was sent: say goodbye."""
         if self._leave_by is None:
@@ -251,7 +255,8 @@ class StreamTransport(asyncio.Transport):
         """Something changed: send, deliver, and see whether it ends."""
         if self._lost is not None:
             return
-        self._flush()
+        if self._buffer or self._eof or self._closing or self._writing_paused:
+            self._flush()
         self._deliver()
         if self._lost is not None:
             return

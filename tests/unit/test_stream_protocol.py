@@ -39,7 +39,7 @@ class End:
     def post(self) -> bool:
         """Post what can be: control messages first, then some data."""
         moved = False
-        while (control := self.protocol.control()) is not None:
+        while self.protocol.due and (control := self.protocol.control()) is not None:
             self.posted.append((control, control.payload))
             moved = True
         left = len(self.to_send) - self.sent
@@ -64,7 +64,7 @@ class End:
             peer.memory[start : start + len(payload)] = payload
         self.placed.append(post)
         assert len(self.placed) <= peer.rq_size + CONTROL_SLOTS + 4
-        self.protocol.completed(control=post.control)
+        self.protocol.completed(not post.control, post.control)
         return True
 
     def process(self, peer: End) -> bool:
@@ -228,7 +228,7 @@ def test_credits_of_a_peer_that_does_not_read() -> None:
         count = 0
         while a.protocol.room:
             a.protocol.data(1)
-            a.protocol.completed(control=False)
+            a.protocol.completed(1, 0)
             count += 1
         assert count == messages
 
@@ -321,7 +321,7 @@ def test_control_messages_wait_for_a_place() -> None:
     while (post := a.protocol.control()) is not None:
         posts.append(post)
     assert len(posts) == CONTROL_SLOTS
-    a.protocol.completed(control=True)
+    a.protocol.completed(0, 1)
     assert a.protocol.control() is not None
     assert a.protocol.control() is None
     assert b.protocol.control() is not None
