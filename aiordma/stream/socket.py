@@ -293,10 +293,12 @@ class RSocket:
 
     # -- direct placement ---------------------------------------------------------------------------------------------
 
-    def map(self, mapping: Mapping) -> None:
-        """Offer a region to the peer (riomap)."""
+    def map(self, region: MemoryRegion, offset: int | None) -> int:
+        """Offer a region to the peer (riomap); gives its offset."""
+        mapping = Mapping(region.addr if offset is None else offset, region.addr, region.rkey, region.length)
         self.protocol.map(mapping)
         self._control()
+        return mapping.offset
 
     def write_at(self, offset: int, data: Buffer) -> asyncio.Future[None]:
         """Write to a region that the peer offers (riowrite)."""

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
+from aiordma.enums import Access
 from aiordma.errors import BrokenError, ProtocolError
+from aiordma.memory import MemoryRegion
 from aiordma.stream.socket import RSocket
-from aiordma.stream.wire import Mapping
 from aiordma.types import Buffer
 
 __all__ = ["StreamTransport"]
@@ -315,12 +316,27 @@ class StreamTransport(asyncio.Transport):
 
     # -- direct placement ---------------------------------------------------------------------------------------------
 
-    def map_region(self, mapping: Mapping) -> None:
-        """Offer a region to the peer (riomap)."""
-        self._sock.map(mapping)
+    def map_region(self, region: MemoryRegion, offset: int | None = None) -> int:
+        """Offer a region to the peer, to be written to directly (riomap); gives its offset, by default its address.
+
+        It needs REMOTE_WRITE, and stays offered until it or the stream is closed: the peer isn't told, and a write to
+        what is gone ends the stream. The peer learns of it before anything that is written after this.
+
+        Raises:
+            ValueError: the peer takes no more: see `StreamParam.iomap_size`.
+        """
+        if not region.access & Access.REMOTE_WRITE:
+            raise ValueError(f"{region!r} can't be written to by a peer: it is registered without REMOTE_WRITE")
+        return self._sock.map(region, offset)
 
     async def write_at(self, offset: int, data: Buffer) -> None:
-        """Write to a region that the peer mapped at an offset of its choice (riowrite)."""
+        """Write to memory that the peer offers at an offset of its choice (riowrite); see `Connection.write`.
+
+        The peer's program isn't told. It is placed before what is written to the stream after this is read there.
+
+        Raises:
+            ValueError: the peer offers nothing there.
+        """
         await self._sock.write_at(offset, data)
 
 

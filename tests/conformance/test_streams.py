@@ -366,3 +366,23 @@ async def test_a_socket_is_refused() -> None:
         await open_connection(sock=object())
     with pytest.raises(aiordma.UnsupportedError, match="no socket"):
         await start_server(lambda _, __: None, sock=object())
+
+
+async def test_direct_writes() -> None:
+    """A region that one end maps is written to by the other, before what that writes afterwards is read."""
+    async with recorders(StreamParam(iomap_size=2)) as (client, peer):
+        assert client.transport is not None
+        assert peer.transport is not None
+        conn = peer.transport.get_extra_info("connection")
+        region = conn.alloc(100, access=aiordma.Access.REMOTE_WRITE)
+        with pytest.raises(ValueError, match="no region mapped at 1000"):
+            await client.transport.write_at(1000, b"too early")
+        assert peer.transport.map_region(region, 1000) == 1000
+        peer.transport.write(b"mapped")
+        await client.until(lambda: client.data == b"mapped")
+        await client.transport.write_at(1010, b"directly")
+        client.transport.write(b"written")
+        await peer.until(lambda: peer.data == b"written")
+        assert region.view[10:18] == b"directly"
+        with pytest.raises(ValueError, match="without REMOTE_WRITE"):
+            peer.transport.map_region(conn.alloc(8))
