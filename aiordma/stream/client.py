@@ -100,7 +100,7 @@ async def _connect(host: str, port: int, param: StreamParam, **where: Any) -> RS
 
     conn = await connect(host, port, private_data=private_data, param=param.connection(), **where)
     try:
-        made[-1].start(conn.peer_private_data)
+        made[-1].start(conn.peer_private_data, passive=False)
     except BaseException:
         conn.abort()
         raise

@@ -163,7 +163,7 @@ class StreamServer(asyncio.AbstractServer):
         finally:
             request.abandon()
         try:
-            made[0].start(request.private_data)
+            made[0].start(request.private_data, passive=True)
             protocol = self._factory()
             layer = protocol if self._tls is None else self._tls.layer(protocol, None)
             self.transports.add(StreamTransport(made[0], layer, self._ended))

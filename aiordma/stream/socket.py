@@ -128,6 +128,8 @@ class RSocket:
         self._received: list[ReceiveSlot] = []
         self._order: ByteOrder = "little"
         self._started = False
+        #: This side mustn't send yet.
+        self._silent = False
         self._scheduled = False
         self._qp.on_receive = self._on_receive
 
@@ -139,14 +141,19 @@ class RSocket:
     def _offers_immediate(self) -> bool:
         return self._iwarp and self.conn.capabilities.write_with_imm
 
-    def start(self, private_data: bytes) -> None:
-        """Take the peer's private data: the connection is established.
+    def start(self, private_data: bytes, *, passive: bool) -> None:
+        """Take the peer's private data: the connection is established; `passive`: by accepting.
+
+        On iWARP the side that accepted waits with everything until the first message is there: what follows the MPA
+        Reply too closely makes siw refuse it (3 of 30 connections, Linux 6.12). The other side always has its second
+        segment to tell of.
 
         Raises:
             ProtocolError: the peer is no rsocket.
         """
         peer = Hello.from_bytes(private_data)
         self._order = peer.order
+        self._silent = self._iwarp and passive
         self._immediate = not self._iwarp or (peer.immediate and self._offers_immediate)
         self.protocol.start(peer)
         self._started = True
@@ -158,6 +165,8 @@ class RSocket:
 
     def send(self, data: bytes | memoryview) -> int:
         """Send as much as there is room for, and tell how many bytes that was; `bytes` are kept, others were copied."""
+        if self._silent:
+            return 0
         sent, total = 0, len(data)
         protocol = self.protocol
         while sent < total:
@@ -189,7 +198,7 @@ class RSocket:
 
     def _control(self) -> None:
         """Post the control messages that are due."""
-        if self.ended or self.error is not None:
+        if self.ended or self.error is not None or self._silent:
             return
         while (post := self.protocol.control()) is not None:
             sg_list, inline, _ = self.conn.memory.source(post.payload)
@@ -278,6 +287,7 @@ class RSocket:
         messages, self._messages = self._messages, []
         order = self._order
         self._blocked = False
+        self._silent &= not messages
         try:
             for message in messages:
                 self.protocol.receive(message if isinstance(message, int) else int.from_bytes(message.view, order))

@@ -120,7 +120,8 @@ async def test_more_messages_than_credits() -> None:
 
 async def test_a_key_that_is_none() -> None:
     """Writing to a peer that gave a wrong key ends the stream, with what the device says."""
-    async with hostile(first=Entry(0x1000, 0xDEAD, 1024)) as (_, recorder):
+    async with hostile(first=Entry(0x1000, 0xDEAD, 1024)) as (peer, recorder):
+        await peer.message(Op.CTRL << 29 | Ctrl.KEEPALIVE)  # on iWARP it's for the client to begin
         await recorder.until(lambda: recorder.transport)
         assert recorder.transport is not None
         recorder.transport.write(b"into the blue")
