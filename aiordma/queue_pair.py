@@ -168,6 +168,8 @@ class QueuePair(RawConnect, SendLedger):
                 self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
                 return False
         if self._ours or self.driver.reason or self.driver.disconnected:
+            if self._unexplained:  # these came first
+                self.fail(self._why())
             return False
         if not self._unexplained:
             self._explaining = self._loop.call_later(_EXPLAINED_WITHIN, self._unexplained_end)

@@ -63,7 +63,7 @@ class Ends(NamedTuple):
                 await step(size, TRANSFERS)
 
 
-@pytest.mark.parametrize("size", [1, 64, 4096, 65_536, 1 << 20])
+@pytest.mark.parametrize("size", [1, 4096, 1 << 20])
 async def test_their_client(size: int) -> None:
     """Rstream's client at our server."""
     served: asyncio.Queue[Ends] = asyncio.Queue()
@@ -78,7 +78,7 @@ async def test_their_client(size: int) -> None:
 
 
 @pytest.mark.parametrize("param", [None, StreamParam(recv_buffer=5000, send_buffer=3000, rq_size=16, sq_size=16)])
-@pytest.mark.parametrize("size", [1, 64, 4096, 65_536])
+@pytest.mark.parametrize("size", [64, 65_536])
 async def test_their_server(size: int, param: StreamParam | None) -> None:
     """Our client at rstream's server, with the default buffers and with small ones."""
     port = free_port()

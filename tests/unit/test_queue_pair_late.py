@@ -72,3 +72,23 @@ async def test_a_flush_that_comes_late() -> None:
         assert len(ended) == 1
         await asyncio.sleep(0)
         assert len(ended) == 2
+
+
+async def test_flushes_in_order_when_the_cause_comes_between_them() -> None:
+    """What was kept for want of a cause is handed out before what comes when there is one."""
+    async with rig() as r:
+        ended: list[int] = []
+        r.qp.on_receive = lambda _, completion: ended.append(completion[0])
+        r.device.flush_now = False
+        r.qp.post_recv_slots([RecvSlot(()) for _ in range(3)])
+        ids = [wr.wr_id for wr in r.device.recvs]
+        r.device.state = QPState.ERR
+        flushes = [(wr_id, 5, 0, 0, r.qp.qp_num, 0, 0, 0) for wr_id in ids]
+        r.cq.pending[:] = flushes[:2]
+        r.cq.ring()
+        assert ended == []
+        r.device.disconnected = True
+        r.cq.pending[:] = flushes[2:]
+        r.cq.ring()
+        assert ended == ids
+        r.device.recvs.clear()
