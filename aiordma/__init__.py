@@ -36,6 +36,7 @@ from aiordma.errors import (
     ProtocolError,
     RDMAError,
     RejectedError,
+    RemoteCallError,
     RemoteError,
     RetryExceededError,
     RNRError,
@@ -46,6 +47,7 @@ from aiordma.errors import (
 from aiordma.inbox import Message
 from aiordma.listener import ConnectRequest, Listener, listen
 from aiordma.memory import MemoryPool, MemoryRegion, MemorySlice
+from aiordma.messages import MessageChannel, MessageParam, connect_messages, serve_calls, serve_messages
 from aiordma.queue_pair import QueuePair
 from aiordma.server import Server, serve
 from aiordma.stream.client import create_connection, open_connection
@@ -100,6 +102,8 @@ __all__ = [
     "MemoryRegion",
     "MemorySlice",
     "Message",
+    "MessageChannel",
+    "MessageParam",
     "Opcode",
     "PortAttr",
     "ProtectionDomain",
@@ -112,6 +116,7 @@ __all__ = [
     "RecvWR",
     "RejectReason",
     "RejectedError",
+    "RemoteCallError",
     "RemoteError",
     "RemoteRegion",
     "RetryExceededError",
@@ -128,6 +133,7 @@ __all__ = [
     "WCOpcode",
     "WCStatus",
     "connect",
+    "connect_messages",
     "create_connection",
     "create_server",
     "devices",
@@ -135,6 +141,8 @@ __all__ = [
     "open_connection",
     "open_device",
     "serve",
+    "serve_calls",
+    "serve_messages",
     "start_server",
     "start_tls",
 ]

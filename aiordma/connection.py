@@ -310,6 +310,18 @@ class Connection:
         view = exported(buffer, Access.LOCAL_WRITE)
         return await self._inbox.recv_into(view)
 
+    def divert(self, taker: Callable[[memoryview | None], None]) -> None:
+        """Hand every message to a function, those included that came before: how a protocol is built on a connection.
+
+        It is called with a view that is valid during the call, and once the connection has ended, perhaps several
+        times, with None. It is called while completions are handed out, so it neither raises nor posts. From then on
+        the `recv` methods raise BusyError. The connection doesn't keep the function's object alive.
+
+        Args:
+            taker: a bound method.
+        """
+        self._inbox.divert(_weakly(taker))
+
     def __aiter__(self) -> Self:
         """Iterate over messages, until the peer disconnects."""
         return self

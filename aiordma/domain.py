@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from aiordma.drivers.base import DriverPD
 from aiordma.enums import Access
 from aiordma.errors import ClosedError, RDMAError
-from aiordma.memory import MemoryPool, MemoryRegion, anonymous, exported
+from aiordma.memory import BytesRegion, MemoryPool, MemoryRegion, anonymous, exported
 from aiordma.queue_pair import QueuePair
 from aiordma.types import SGE, Buffer, ConnParam
 
@@ -73,6 +73,13 @@ class ProtectionDomain:
         if access == Access.LOCAL_WRITE:
             return self.pool.alloc(length)
         return self.register(anonymous(length), access=access)
+
+    def alloc_bytes(self, length: int) -> BytesRegion:
+        """Allocate a bytes object that READs fill, registered until `deregister()`."""
+        self.check_open()
+        region = BytesRegion(self, length)
+        self._regions.add(region)
+        return region
 
     def create_qp(self, param: ConnParam | None = None) -> QueuePair:
         """Create a queue pair (ibv_create_qp) whose completions resolve futures of this loop."""

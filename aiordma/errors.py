@@ -15,6 +15,7 @@
       BrokenError (ConnectionError)  the world broke it
       BusyError                      two tasks misuse one object
       ProtocolError                  the peer sent what the specification forbids
+      RemoteCallError                the peer's handler of a call raised an exception
       UnsupportedError               this device can't; the text says which can
 
 `asyncio.CancelledError` passes through aiordma untouched, and every time-out is a builtin `TimeoutError`.
@@ -41,6 +42,7 @@ __all__ = [
     "RDMAError",
     "RNRError",
     "RejectedError",
+    "RemoteCallError",
     "RemoteError",
     "RetryExceededError",
     "RouteError",
@@ -207,6 +209,23 @@ class ProtocolError(RDMAError):
     def __str__(self) -> str:
         where = (self.layer, self.etype, self.code)
         return str(self.args[0]) + (f" (layer {where[0]}, type {where[1]}, code {where[2]:#04x})" if any(where) else "")
+
+
+class RemoteCallError(RDMAError):
+    """The peer's handler of a call raised an exception, or the call was cancelled there.
+
+    Attributes:
+        type: the name of the exception's class.
+        text: what the exception says.
+    """
+
+    def __init__(self, type: str, text: str) -> None:  # noqa: A002 - it is the type
+        super().__init__(type, text)
+        self.type = type
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"the peer's handler raised {self.type}" + (f": {self.text}" if self.text else "")
 
 
 class UnsupportedError(RDMAError):

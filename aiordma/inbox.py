@@ -6,6 +6,7 @@ import asyncio
 import errno
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Self
 
 from aiordma.domain import ProtectionDomain
@@ -99,6 +100,7 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
         self._busy = False
         self._ended = False
+        self._taker: Callable[[memoryview | None], None] | None = None
         size = param.recv_size
         qp.on_receive = self._on_receive
         qp.post_recv_slots([ReceiveSlot(memory, start * size, size) for start in range(param.recv_depth)])
@@ -148,15 +150,37 @@ class Inbox:
             self._busy = False
             self._waiter = None
 
+    def divert(self, taker: Callable[[memoryview | None], None]) -> None:
+        """Hand every message to a function from now on, and at the end None; see `Connection.divert`."""
+        if self._busy:
+            raise BusyError("another task is receiving from this connection")
+        self._busy = True  # for good
+        self._taker = taker
+        while self._messages:
+            self._hand(*self._messages.popleft())
+        if self._ended:
+            taker(None)
+
+    def _hand(self, slot: ReceiveSlot, completion: Completion) -> None:
+        """Give a message to the taker, and post the receive again."""
+        assert self._taker is not None
+        self._taker(slot.view[: completion[3] if completion[2] == _RECV else 0])
+        self.repost(slot)
+
     def _on_receive(self, slot: RecvSlot, completion: Completion) -> None:
         if completion[1]:
             self._ended = True
         else:
             assert isinstance(slot, ReceiveSlot)
+            if self._taker is not None:
+                self._hand(slot, completion)
+                return
             self._messages.append((slot, completion))
         self._wake()
 
     def _wake(self) -> None:
+        if self._taker is not None:
+            self._taker(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -49,6 +49,28 @@ def _address(view: memoryview) -> int:
     return address
 
 
+_PyBUF_WRITE: Final = 0x200
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_content = ctypes.pythonapi.PyBytes_AsString
+_content.restype = ctypes.c_void_p
+_content.argtypes = [ctypes.py_object]
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.restype = ctypes.py_object
+_view_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+
+
+def blank_bytes(length: int) -> tuple[bytes, memoryview]:
+    """Make a bytes object of undefined content, and a view to fill it by, before anybody else sees it.
+
+    This is what the C API has for it (PyBytes_FromStringAndSize with NULL). The view doesn't keep the object alive.
+    """
+    data: bytes = _new_bytes(None, length)
+    view: memoryview = _view_of(_content(data), length, _PyBUF_WRITE)
+    return data, view.cast("B")
+
+
 class _Sliceable(SGE):
     """What regions and slices share: slicing, the view, and the key for the peer."""
 
@@ -227,6 +249,21 @@ class _Allocation(MemoryRegion):
         """Invalidate it; its place goes back to the pool when nothing refers to it any more."""
         self._mr = None
         self.lkey = self.rkey = 0
+
+
+class BytesRegion(MemoryRegion):
+    """A bytes object that is filled by READs and seen by nobody before: no copy is made of what arrives.
+
+    Attributes:
+        data: the object; to be looked at when the READs are done.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, pd: ProtectionDomain, length: int) -> None:
+        self._mr = None  # if there isn't so much memory
+        self.data, view = blank_bytes(length)
+        super().__init__(pd, view, Access.LOCAL_WRITE)
 
 
 class _Exporter(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):

@@ -10,7 +10,7 @@ from typing import Self, TypeAlias
 
 from aiordma.connection import Connection
 from aiordma.device import ProtectionDomain
-from aiordma.errors import BrokenError, ClosedError
+from aiordma.errors import BrokenError, ClosedError, ProtocolError
 from aiordma.listener import ConnectRequest, Listener, listen
 from aiordma.opening import Opening
 from aiordma.types import ConnParam
@@ -88,7 +88,13 @@ class Server:
         connection = None
         try:
             data = self._private_data
-            connection = await request.accept(private_data=data(request) if callable(data) else data)
+            try:
+                hello = data(request) if callable(data) else data
+            except ProtocolError as error:
+                _logger.warning("%r is rejected: %s", request, error)
+                await request.reject(str(error).encode()[: request.context.capabilities.max_reject_private_data])
+                return
+            connection = await request.accept(private_data=hello)
             self.connections.add(connection)
             try:
                 await self._handler(connection)
@@ -175,7 +181,8 @@ def serve(
         handler: a coroutine function that takes the connection; it is closed when the handler returns.
         host: see `listen`.
         port: see `listen`.
-        private_data: what each peer gets with the accept: bytes, or a function of the request.
+        private_data: what each peer gets with the accept: bytes, or a function of the request. A ProtocolError of the
+            function's rejects the request, with its text.
         device: see `listen`.
         backlog: see `listen`.
         param: see `listen`.
