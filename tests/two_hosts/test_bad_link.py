@@ -116,7 +116,8 @@ async def test_idle_across_a_cut() -> None:
         receiving = [asyncio.create_task(end.recv()) for end in (client, server)]
         await asyncio.wait(receiving, timeout=1.0)
         assert not any(task.done() for task in receiving)
-        with netem("loss", "100%"):
+        # Both directions: whoever notices first disconnects, and is not to be heard.
+        with netem("loss", "100%", interfaces=("va", "vb")):
             for error in await asyncio.gather(*receiving, return_exceptions=True):
                 assert isinstance(error, BrokenError)
                 assert isinstance(error.__cause__, RetryExceededError)
