@@ -50,7 +50,13 @@ class MessageChannel:
     """
 
     def __init__(
-        self, connection: Connection, own: MessageParam, peer: MessageParam, handler: CallHandler | None = None
+        self,
+        connection: Connection,
+        own: MessageParam,
+        peer: MessageParam,
+        *,
+        accepted: bool,
+        handler: CallHandler | None = None,
     ) -> None:
         self.connection = connection
         self.max_message = peer.max_message
@@ -82,6 +88,11 @@ class MessageChannel:
         self._closing: asyncio.Task[None] | None = None
         self._calls = Calls(self, own, peer, handler)
         connection.divert(self._take)
+        if connection.capabilities.transport == "iwarp":
+            if accepted:
+                self._protocol.be_silent()
+            else:
+                self._post(self._protocol.greet())
 
     # -- sending ------------------------------------------------------------------------------------------------------
 

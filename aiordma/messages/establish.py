@@ -57,7 +57,8 @@ def connect_messages(
             local_addr=local_addr, pd=pd, fallback_delay=fallback_delay,
         )  # fmt: skip
         try:
-            return MessageChannel(connection, own, MessageParam.from_bytes(connection.peer_private_data))
+            peer = MessageParam.from_bytes(connection.peer_private_data)
+            return MessageChannel(connection, own, peer, accepted=False)
         except BaseException:
             connection.abort()
             raise
@@ -156,7 +157,7 @@ def _serve(
 
     async def handle(connection: Connection) -> None:
         peer = MessageParam.from_bytes(connection.peer_private_data)
-        channel = MessageChannel(connection, own, peer, call_handler)
+        channel = MessageChannel(connection, own, peer, accepted=True, handler=call_handler)
         try:
             await handler(channel)
         finally:

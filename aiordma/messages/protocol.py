@@ -19,6 +19,10 @@ Who posts how many receives:
   peer, if it has anything to send, uses that for a frame that says SEEN.
 - One for each offer that isn't given back, for the CONTROL frame that does it. It takes no credit: else two sides whose
   programs only send could wait for each other.
+
+On iWARP the accepting side must not send before the initiator has (RFC 5044, section 7.1), whose program may have
+nothing to say: there the initiator sends a bare CONTROL frame at once, which gives back nothing, and the other side's
+frames wait for it.
 """
 
 from __future__ import annotations
@@ -88,10 +92,14 @@ class MessageParam:
     frame_size: int = field(default=16 * 1024, validator=_within(256, 1 << 20))
     #: Frames that may be here without being received by the program. One more or less of them is kept for control.
     credits: int = field(default=32, validator=_within(2, 0xFFFF))
-    #: Bytes of the largest message that this side takes.
-    max_message: int = field(default=1 << 30, validator=_within(0, (1 << 64) - 1))
+    #: Bytes of the largest message that this side takes; not less than a frame.
+    max_message: int = field(default=1 << 30, validator=_within(256, (1 << 64) - 1))
     #: Calls that this side handles at once; 0 where it handles none.
     max_calls: int = field(default=0, validator=_within(0, 0xFFFF))
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_message < self.frame_size:  # what fits a frame isn't looked at any further
+            raise ValueError(f"max_message is {self.max_message}, less than a frame ({self.frame_size})")
 
     def to_bytes(self) -> bytes:
         """Encode as a hello."""
@@ -207,6 +215,7 @@ class Protocol:
         # Sending.
         self._peer_window = self._credits = peer.credits - 1
         self._bare_free = True
+        self._silent = False
         self._words: list[int] = []
         self._parts: list[bytes] = []
         self._used = _HEADER.size
@@ -230,6 +239,15 @@ class Protocol:
         return own.credits + MAX_OFFERS
 
     # -- sending ------------------------------------------------------------------------------------------------------
+
+    def greet(self) -> bytes:
+        """Give the frame to be sent before all others, where the peer is silent until then."""
+        self._bare_free = False
+        return self._header(_CONTROL, [])
+
+    def be_silent(self) -> None:
+        """Give out no frame until one came."""
+        self._silent = True
 
     def put(self, data: bytes) -> bool:
         """Put a message into the open frame; False if it doesn't fit, or others wait before it."""
@@ -289,6 +307,8 @@ class Protocol:
         """Give the next frame to be sent, or None if there is nothing to send, or no credit for it."""
         if self._waiting:
             self._fill()
+        if self._silent:
+            return None
         if self._words and self._credits:
             self._credits -= 1
             words, parts = self._words, self._parts
@@ -349,6 +369,7 @@ class Protocol:
             if self._bare_free:
                 raise ProtocolError("the peer says it has seen a control frame that wasn't sent")
             self._bare_free = True
+        self._silent = False
         words: tuple[int, ...] = struct.unpack_from(f">{count}I", frame, _HEADER.size)
         if kind == _DATA:
             self._receive_data(frame, words)

@@ -1,335 +1,539 @@
-"""Messages: send and the ways to receive."""
+"""Message channels: whole messages of any size, in order, under flow control."""
 
 from __future__ import annotations
 
 import array
 import asyncio
-import gc
+import hashlib
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 import aiordma
-from aiordma import BrokenError, BusyError, ClosedError, Connection, ConnParam, WCStatus
-from tests.conformance.support import GUARD, ended, pair, pattern, require
+from aiordma import (
+    Access,
+    BrokenError,
+    BusyError,
+    ClosedError,
+    ConnectError,
+    MessageChannel,
+    MessageParam,
+    ProtocolError,
+)
+from tests.conformance.support import DEVICE, HOST, pattern, until
+
+#: A frame of 256 bytes, and one of them at a time.
+TINY = MessageParam(frame_size=256, credits=2)
 
 
-async def test_order() -> None:
-    """Messages arrive whole, in the order they were sent, in both directions at once."""
-    roomy = ConnParam(recv_depth=256)
-    async with pair(client_param=roomy, server_param=roomy) as ends:
+@asynccontextmanager
+async def channels(
+    param: MessageParam | None = None, server_param: MessageParam | None = None
+) -> AsyncIterator[tuple[MessageChannel, MessageChannel]]:
+    """Two ends of a channel, closed at the end."""
+    accepted: asyncio.Queue[MessageChannel] = asyncio.Queue()
+    leaving = asyncio.Event()
 
-        async def talk(end: Connection, name: bytes) -> None:
-            for number in range(200):
-                await end.send(b"%s%d" % (name, number))
+    async def handle(channel: MessageChannel) -> None:
+        accepted.put_nowait(channel)
+        await leaving.wait()
 
-        async def hear(end: Connection, name: bytes) -> None:
-            for number in range(200):
-                assert await end.recv() == b"%s%d" % (name, number)
-
-        await asyncio.gather(
-            talk(ends.client, b"c"), talk(ends.server, b"s"), hear(ends.client, b"s"), hear(ends.server, b"c")
-        )
-
-
-async def test_empty() -> None:
-    """An empty message is a message."""
-    async with pair() as ends:
-        await ends.client.send(b"")
-        await ends.client.send(ends.client.alloc(8)[:0])
-        await ends.client.send([])
-        await ends.client.send(b"end")
-        assert [await ends.server.recv() for _ in range(4)] == [b"", b"", b"", b"end"]
+    serving = aiordma.serve_messages(handle, HOST, 0, device=DEVICE, messages=server_param or param)
+    async with serving as server:
+        client = await aiordma.connect_messages(HOST, server.port, device=DEVICE, messages=param)
+        served = await accepted.get()
+        try:
+            yield client, served
+        finally:
+            leaving.set()
+            with suppress(BrokenError):
+                await client.close()
+            await served.wait_closed()
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 8192, 8193, 65_536, 1_000_001])
-async def test_largest(size: int) -> None:
-    """A message of exactly recv_size bytes is received."""
-    async with pair(server_param=ConnParam(recv_size=size, recv_depth=2)) as ends:
-        for seed in range(5):
-            await ends.client.send(pattern(size, seed))
-            assert await ends.server.recv() == pattern(size, seed)
+async def test_there_and_back() -> None:
+    """What is sent is received at the other end, in both directions."""
+    async with channels() as (client, server):
+        await client.send(b"there")
+        assert await server.recv() == b"there"
+        await server.send(b"and back")
+        assert await client.recv() == b"and back"
 
 
-@pytest.mark.parametrize("size", [0, 100, 10_000])
-async def test_too_long(size: int) -> None:
-    """A message one byte longer than recv_size ends the connection; the text says what to ask for."""
-    async with pair(server_param=ConnParam(recv_size=size)) as ends:
-        await ends.client.send(pattern(size))
-        sending = ends.client.send(pattern(size + 1))
-        assert await ends.server.recv() == pattern(size)
-        with pytest.raises(BrokenError, match="recv_size") as caught:
-            await ends.server.recv()
-        assert isinstance(caught.value.__cause__, aiordma.LocalError)
-        # rxe says of it what it says of every receive that it can't do.
-        assert caught.value.__cause__.status in {WCStatus.LOC_LEN_ERR, WCStatus.LOC_QP_OP_ERR}
-        if ends.client.capabilities.success_proves == "acknowledged":
-            with pytest.raises(aiordma.RemoteError):
-                await sending
-        else:
+async def test_the_server_speaks_first() -> None:
+    """A server may send before its client does, or without it: on iWARP too."""
+
+    async def greet(channel: MessageChannel) -> None:
+        await channel.send(b"welcome")
+        await channel.send(pattern(100_000))
+        assert await channel.recv() == b"thanks"
+
+    async with (
+        aiordma.serve_messages(greet, HOST, 0, device=DEVICE) as server,
+        aiordma.connect_messages(HOST, server.port, device=DEVICE) as channel,
+    ):
+        assert await channel.recv() == b"welcome"
+        assert await channel.recv() == pattern(100_000)
+        await channel.send(b"thanks")
+
+
+@pytest.mark.parametrize("param", [None, TINY, MessageParam(frame_size=4096, credits=3)])
+async def test_all_sizes(param: MessageParam | None) -> None:
+    """Messages of all sizes arrive whole and in order, in both directions at once."""
+    edges = [0, 1, 240, 243, 244, 245, 4083, 4084, 4085, 16_371, 16_372, 16_373, 65_536]
+    sizes = [*edges, 1 << 20, 3, *reversed(edges), *range(60)]
+
+    async def send(channel: MessageChannel, seed: int) -> None:
+        for index, size in enumerate(sizes):
+            await channel.send(pattern(size, seed + index))
+
+    async def receive(channel: MessageChannel, seed: int) -> None:
+        for index, size in enumerate(sizes):
+            message = await channel.recv()
+            assert len(message) == size
+            assert message == pattern(size, seed + index)
+
+    async with channels(param) as (client, server):
+        await asyncio.gather(send(client, 1), send(server, 100), receive(server, 1), receive(client, 100))
+
+
+async def test_large() -> None:
+    """A message of 64 MiB, from registered memory and into registered memory."""
+    size = 64 << 20
+    async with channels() as (client, server):
+        source = client.connection.alloc(size, access=Access.REMOTE_READ)
+        sink = server.connection.alloc(size)
+        source.view[:] = pattern(size)
+        length, _ = await asyncio.gather(server.recv_into(sink), client.send(source))
+        assert length == size
+        assert hashlib.sha256(sink.view).digest() == hashlib.sha256(source.view).digest()
+
+
+def kinds(channel: MessageChannel, length: int) -> Iterable[tuple[Any, bytes]]:
+    """Everything that a message may be given as."""
+    data = pattern(length)
+    half = length // 2
+    memory = channel.connection.alloc(length)
+    memory.view[:] = data
+    readable = channel.connection.alloc(length, access=Access.REMOTE_READ)
+    readable.view[:] = data
+    yield data, data
+    yield bytearray(data), data
+    yield memoryview(data)[1:], data[1:]
+    yield np.frombuffer(data, dtype=np.uint8), data
+    yield array.array("B", data), data
+    yield memory, data
+    yield readable, data
+    yield readable[half:], data[half:]
+    yield [data[:half], bytearray(data[half:])], data
+    yield (memory[:half], b"", readable[half:], b"end"), data + b"end"
+    yield [data] * 20, data * 20
+    yield [], b""
+
+
+@pytest.mark.parametrize("length", [200, 40_000])
+async def test_kinds_of_data(length: int) -> None:
+    """Any contiguous buffer, registered memory, and lists of these are messages."""
+    async with channels() as (client, server):
+        for data, expected in kinds(client, length):
+            sending = client.send(data)
+            assert await server.recv() == expected
             await sending
-            with pytest.raises(BrokenError, match="too long" if ends.client.capabilities.remote_fault_known else None):
-                await ends.client.recv()
 
 
-async def test_sources() -> None:
-    """Every kind of buffer is sent as its bytes."""
-    values = [1, 2, 300]
-    sources = [
-        array.array("i", values), np.array(values, dtype=np.int32), memoryview(array.array("i", values)),
-        bytearray(array.array("i", values).tobytes()), np.array([[1, 2, 300]], dtype=np.int32),
-    ]  # fmt: skip
-    async with pair() as ends:
-        registered = ends.client.register(array.array("i", values))
-        for source in [*sources, registered, registered[0:], [registered[:4], registered[4:]]]:
-            await ends.client.send(source)
-            assert await ends.server.recv() == array.array("i", values).tobytes()
+async def test_no_message() -> None:
+    """What isn't a contiguous buffer is refused where it is given, and the channel goes on."""
+    async with channels() as (client, server):
+        with pytest.raises(TypeError):
+            client.send("text")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="not contiguous"):
+            client.send(np.zeros((4, 4), dtype=np.uint8)[:, 1])
+        await client.send(b"fine")
+        assert await server.recv() == b"fine"
 
 
-async def test_data_is_taken_at_the_call() -> None:
-    """A small unregistered buffer may change right after the call."""
-    async with pair() as ends:
-        data = bytearray(b"first")
-        sending = ends.client.send(data)
-        data[:] = b"other"
+async def test_too_long_for_the_peer() -> None:
+    """A message longer than the peer takes is refused where it is given."""
+    async with channels(server_param=MessageParam(frame_size=1000, max_message=1000)) as (client, server):
+        assert client.max_message == 1000
+        with pytest.raises(ValueError, match="1001 bytes: the peer takes 1000"):
+            client.send(bytes(1001))
+        sending = client.send(bytes(1000))
+        assert await server.recv() == bytes(1000)
         await sending
-        assert await ends.server.recv() == b"first"
 
 
-async def test_recv_into() -> None:
-    """recv_into places a message in any writable buffer, gives its length, and changes nothing behind it."""
-    async with pair() as ends:
-        registered = ends.server.alloc(16)
-        numbers = np.zeros((2, 8), dtype=np.uint8)
-        targets: list[Any] = [
-            bytearray(16),
-            memoryview(bytearray(20))[2:18],
-            registered,
-            registered[:],
-            numbers,
-        ]
-        for target in targets:
-            view = (
-                memoryview(target).cast("B")
-                if not isinstance(target, aiordma.MemoryRegion | aiordma.MemorySlice)
-                else target.view
-            )
-            view[:] = bytes((GUARD,)) * 16
-            await ends.client.send(b"0123456789")
-            assert await ends.server.recv_into(target) == 10
-            assert view == b"0123456789" + bytes((GUARD,)) * 6
-
-
-async def test_recv_into_too_short() -> None:
-    """A buffer one byte too short is a ValueError; the message stays, and is received with a larger one."""
-    async with pair() as ends:
-        await ends.client.send(b"0123456789")
-        with pytest.raises(ValueError, match="10 bytes"):
-            await ends.server.recv_into(bytearray(9))
-        target = bytearray(10)
-        assert await ends.server.recv_into(target) == 10
-        assert target == b"0123456789"
-
-
-async def test_recv_into_nothing() -> None:
-    """An empty message fits a buffer of no bytes."""
-    async with pair() as ends:
-        for target in (bytearray(), ends.server.alloc(0), np.zeros((0, 4))):
-            await ends.client.send(b"")
-            assert await ends.server.recv_into(target) == 0
-
-
-async def test_recv_into_read_only() -> None:
-    """A read-only buffer is a ValueError, and the message stays."""
-    async with pair() as ends:
-        await ends.client.send(b"data")
-        for target in (bytes(16), ends.server.register(bytes(16))):
-            with pytest.raises(ValueError, match="read-only"):
-                await ends.server.recv_into(target)
-        assert await ends.server.recv() == b"data"
-
-
-async def test_recv_message_is_lent() -> None:
-    """A lent message keeps its receive: with one receive, the next message comes after the release."""
-    require("unreceived_send_waits")
-    async with pair(server_param=ConnParam(recv_depth=1, recv_size=64)) as ends:
-        ends.client.send(b"first")
-        ends.client.send(b"second")
-        message = await ends.server.recv_message()
-        assert message.data.tobytes() == b"first"
-        assert message.byte_len == 5
-        assert message.imm_data is None
-        assert message.invalidated is None
-        waiting = asyncio.create_task(ends.server.recv())
-        # On the soft device the READ passes by the message that waits for its receive; with RNR it waits behind it.
-        if not ends.client.capabilities.rnr:
-            await ends.client.barrier()
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        assert message.data.tobytes() == b"first"
-        message.release()
-        message.release()
-        assert len(message.data) == 0
-        assert await waiting == b"second"
-
-
-async def test_recv_message_as_context() -> None:
-    """Leaving the block releases: more messages than receives are taken one by one."""
-    require("unreceived_send_waits")
-    async with pair(server_param=ConnParam(recv_depth=2)) as ends:
-        for number in range(20):
-            ends.client.send(b"%d" % number)
-        for number in range(20):
-            with await ends.server.recv_message() as message:
-                assert message.data.tobytes() == b"%d" % number
-
-
-async def test_dropped_message() -> None:
-    """A message that is dropped without release() is a warning; its receive is posted again all the same."""
-    async with pair(server_param=ConnParam(recv_depth=2)) as ends:
-        for number in range(8):
-            sending = ends.client.send(b"%d" % number)
-            message = await ends.server.recv_message()
-            assert message.data == b"%d" % number
-            with pytest.warns(ResourceWarning, match="release"):
-                del message
-            await sending
-
-
-async def test_dropped_message_of_a_closed_connection() -> None:
-    """A message that outlives its connection is dropped with a warning, and no harm."""
-    async with pair() as ends:
-        await ends.client.send(b"late")
-        message = await ends.server.recv_message()
-        await ends.server.close()
-        assert bytes(message.data) == b"late"
-        with pytest.warns(ResourceWarning, match="release"):
-            del message
-        await asyncio.sleep(0)
-
-
-async def test_released_message_is_silent() -> None:
-    """A message that was released is dropped without a warning."""
-    async with pair() as ends:
-        await ends.client.send(b"x")
-        (await ends.server.recv_message()).release()
-        gc.collect()
-
-
-async def test_recv_message_out_of_order_release() -> None:
-    """Messages may be released in any order; none is overwritten while it is held."""
-    require("unreceived_send_waits")
-    async with pair(server_param=ConnParam(recv_depth=3)) as ends:
-        for number in range(9):
-            ends.client.send(b"%d" % number)
-        held = [await ends.server.recv_message() for _ in range(3)]
-        held[2].release()
-        fourth = await ends.server.recv_message()
-        assert [message.data.tobytes() for message in (held[0], held[1], fourth)] == [b"0", b"1", b"3"]
-        for message in (fourth, held[0], held[1]):
-            message.release()
-        assert [await ends.server.recv() for _ in range(5)] == [b"4", b"5", b"6", b"7", b"8"]
-
-
-async def test_iteration_ends_with_the_peer() -> None:
-    """`async for` gives every message, and ends when the peer has closed."""
-    async with pair(server_param=ConnParam(recv_depth=64)) as ends:
-        for number in range(50):
-            ends.client.send(b"%d" % number)
-        await asyncio.gather(ends.client.close(), received := asyncio.ensure_future(_all(ends.server)))
-        assert received.result() == [b"%d" % number for number in range(50)]
-
-
-async def _all(end: Connection) -> list[bytes]:
-    return [message async for message in end]
-
-
-async def test_iteration_raises_after_a_fault() -> None:
-    """`async for` raises when the connection broke: what came may not be everything."""
-    async with pair(server_param=ConnParam(recv_size=4)) as ends:
-        await ends.client.send(b"good")
-        sending = ends.client.send(b"too long")
-        assert await anext(ends.server) == b"good"
-        with pytest.raises(BrokenError):
-            await anext(ends.server)
-        await ended(sending)
-
-
-async def test_recv_after_peer_close() -> None:
-    """What came before the peer's close is received; then recv raises an orderly BrokenError each time."""
-    async with pair() as ends:
-        ends.client.send(b"last")
-        closing = asyncio.create_task(ends.client.close())
-        assert await ends.server.recv() == b"last"
-        for _ in range(2):
-            with pytest.raises(BrokenError) as caught:
-                await ends.server.recv()
-            assert caught.value.orderly
+async def test_iterate() -> None:
+    """`async for` gives the messages until the peer closes; those on their way at the close arrive."""
+    messages = [pattern(size, size) for size in (1, 20_000, 3, 200_000, 0)]
+    async with channels() as (client, server):
+        for message in messages:
+            client.send(message)
+        closing = asyncio.create_task(client.close())
+        assert [message async for message in server] == messages
         await closing
 
 
-async def test_recv_after_own_close() -> None:
-    """After close(), every way to receive and to send raises ClosedError."""
-    async with pair() as ends:
-        await ends.server.close()
-        for receive in (ends.server.recv, ends.server.recv_message):
-            with pytest.raises(ClosedError):
-                await receive()
-        with pytest.raises(ClosedError):
-            await ends.server.recv_into(bytearray(8))
-        with pytest.raises(ClosedError):
-            ends.server.send(b"")
-        with pytest.raises(ClosedError):
-            await ends.server.drain()
+async def test_recv_into() -> None:
+    """Small and large messages into memory of the program's, registered and not; the rest of it isn't touched."""
+    async with channels() as (client, server):
+        for size in (100, 50_000):
+            sinks: list[Any] = [bytearray(size + 10), server.connection.alloc(size + 10), np.zeros(size + 10, "u1")]
+            for sink in sinks:
+                view = sink.view if hasattr(sink, "view") and not isinstance(sink, np.ndarray) else memoryview(sink)
+                view[:] = b"g" * (size + 10)
+                sending = client.send(pattern(size))
+                assert await server.recv_into(sink) == size
+                assert bytes(view) == pattern(size) + b"g" * 10
+                await sending
 
 
-async def test_close_ends_a_waiting_recv() -> None:
-    """close() ends a recv of another task with ClosedError."""
-    async with pair() as ends:
-        waiting = asyncio.create_task(ends.server.recv())
+async def test_recv_into_too_short() -> None:
+    """A message longer than the buffer stays, and can be received by a longer one or by `recv`."""
+    async with channels() as (client, server):
+        for size in (100, 50_000):
+            client.send(pattern(size))
+            client.send(b"behind")
+            with pytest.raises(ValueError, match=f"the message has {size} bytes, the buffer 99"):
+                await server.recv_into(bytearray(99))
+            sink = bytearray(size)
+            assert await server.recv_into(sink) == size
+            assert sink == pattern(size)
+            assert await server.recv() == b"behind"
+            client.send(pattern(size))
+            with pytest.raises(ValueError, match="the buffer 1"):
+                await server.recv_into(bytearray(1))
+            assert await server.recv() == pattern(size)
+
+
+async def test_recv_into_read_only() -> None:
+    """A buffer that can't be written to is refused, and no message is lost."""
+    async with channels() as (client, server):
+        client.send(b"here")
+        with pytest.raises(ValueError, match="read-only"):
+            await server.recv_into(b"1234")
+        assert await server.recv() == b"here"
+
+
+async def test_one_receiver() -> None:
+    """A second task that receives is told so; the first goes on."""
+    async with channels() as (client, server):
+        first = asyncio.create_task(server.recv())
         await asyncio.sleep(0)
-        await ends.server.close()
-        with pytest.raises(ClosedError):
-            await waiting
-
-
-async def test_two_receivers() -> None:
-    """A second task that receives gets a BusyError; the first one gets the message."""
-    async with pair() as ends:
-        first = asyncio.create_task(ends.server.recv())
-        await asyncio.sleep(0)
-        for receive in (ends.server.recv, ends.server.recv_message):
-            with pytest.raises(BusyError):
-                await receive()
-        await ends.client.send(b"for the first")
+        with pytest.raises(BusyError):
+            await server.recv()
+        with pytest.raises(BusyError):
+            await server.recv_into(bytearray(9))
+        client.send(b"for the first")
         assert await first == b"for the first"
 
 
-async def test_cancelled_recv_loses_nothing() -> None:
-    """A recv that is cancelled while it waits, or in the turn its message comes, loses no message."""
-    async with pair() as ends:
-        received = []
-        for number in range(100):
-            waiting = asyncio.create_task(ends.server.recv())
-            await asyncio.sleep(0)
-            ends.client.send(b"%d" % number)
-            for _ in range(number % 10):
+@pytest.mark.parametrize("size", [100, 30_000])
+async def test_backpressure(size: int) -> None:
+    """A peer that receives nothing makes the sender wait, with little memory used; then everything arrives."""
+    count = 500
+    sent = 0
+
+    async def send(channel: MessageChannel) -> None:
+        nonlocal sent
+        for index in range(count):
+            await channel.send(pattern(size, index))
+            sent += 1
+
+    async with channels(MessageParam(frame_size=1024, credits=4)) as (client, server):
+        sending = asyncio.create_task(send(client))
+        await asyncio.wait((sending,), timeout=0.3)
+        assert not sending.done()
+        assert sent < 100
+        for index in range(count):
+            assert await server.recv() == pattern(size, index)
+        await sending
+
+
+async def test_both_only_send() -> None:
+    """Two sides that send much before they receive don't wait for each other for ever."""
+    async with channels(TINY) as (client, server):
+        futures = [end.send(pattern(size)) for end in (client, server) for size in (100, 10_000) * 20]
+        await asyncio.wait(futures, timeout=0.1)
+        for _ in range(20):
+            for size in (100, 10_000):
+                assert await asyncio.gather(client.recv(), server.recv()) == [pattern(size)] * 2
+        await asyncio.gather(*futures)
+
+
+async def test_fair_between_senders() -> None:
+    """Many tasks that send at once get their turns in order: none is more than a turn ahead of another."""
+    count, rounds = 20, 15
+
+    async def send(channel: MessageChannel, name: int) -> None:
+        for _ in range(rounds):
+            await channel.send(bytes((name,)) * 200)
+
+    async with channels(TINY) as (client, server):
+        senders = [asyncio.create_task(send(client, name)) for name in range(count)]
+        seen = [0] * count
+        for _ in range(count * rounds):
+            seen[(await server.recv())[0]] += 1
+            assert max(seen) - min(seen) <= 3
+        await asyncio.gather(*senders)
+
+
+async def test_recv_cancelled() -> None:
+    """A receiver that is cancelled loses no message, small or large."""
+    async with channels() as (client, server):
+        waiting = asyncio.create_task(server.recv())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for size in (10, 1 << 20):
+            client.send(pattern(size))
+            for turns in range(6):
+                receiving = asyncio.create_task(server.recv())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                if receiving.cancel():
+                    with pytest.raises(asyncio.CancelledError):
+                        await receiving
+                else:
+                    assert receiving.result() == pattern(size)
+                    break
+            else:
+                assert await server.recv() == pattern(size)
+
+
+async def test_recv_into_cancelled() -> None:
+    """A large message whose `recv_into` was cancelled is there for the next one."""
+    size = 4 << 20
+    async with channels() as (client, server):
+        sending = client.send(pattern(size))
+        sink = server.connection.alloc(size)
+        for turns in (1, 2, 3, 5):
+            receiving = asyncio.create_task(server.recv_into(sink))
+            for _ in range(turns):
                 await asyncio.sleep(0)
-            waiting.cancel()
-            result = (await asyncio.gather(waiting, return_exceptions=True))[0]
-            if isinstance(result, bytes):
-                received.append(result)
-        await ends.client.send(b"end")
-        async for message in ends.server:
-            if message == b"end":
+            receiving.cancel()
+            with suppress(asyncio.CancelledError):
+                await receiving
                 break
-            received.append(message)
-        assert received == [b"%d" % number for number in range(100)]
+        else:
+            assert await server.recv_into(sink) == size
+        await sink.idle()
+        assert sink.view == pattern(size)
+        await sending
 
 
-async def test_send_before_the_peer_has_read() -> None:
-    """A message sent by the accepting side at once reaches the connecting side."""
-    async with pair() as ends:
-        await ends.server.send(b"welcome")
-        assert await ends.client.recv() == b"welcome"
+async def test_send_cancelled() -> None:
+    """A message that waits for room is withdrawn by its cancellation; those around it arrive."""
+    async with channels(TINY) as (client, server):
+        futures = [client.send(bytes((index,)) * 200) for index in range(20)]
+        await asyncio.sleep(0.1)
+        assert not futures[10].done()
+        futures[10].cancel()
+        for index in [*range(10), *range(11, 20)]:
+            assert await server.recv() == bytes((index,)) * 200
+        assert await asyncio.gather(*futures[:10], *futures[11:]) == [None] * 19
+
+
+async def test_large_send_cancelled() -> None:
+    """A large message that is lent already arrives although its sender was cancelled; `drain` waits for it."""
+    async with channels() as (client, server):
+        data = bytearray(pattern(100_000))
+        sending = client.send(data)
+        await asyncio.sleep(0.05)
+        sending.cancel()
+        draining = asyncio.create_task(client.drain())
+        assert await server.recv() == pattern(100_000)
+        await draining
+
+
+async def test_drain() -> None:
+    """`drain` returns when small messages have left and large ones are READ, and raises if the channel ends before."""
+    async with channels(TINY) as (client, server):
+        await client.drain()
+        for size in (200, 200, 5000, 200):
+            client.send(bytes(size))
+        draining = asyncio.create_task(client.drain())
+        await asyncio.wait((draining,), timeout=0.1)
+        assert not draining.done()
+        for size in (200, 200, 5000, 200):
+            assert await server.recv() == bytes(size)
+        await draining
+        client.send(bytes(5000))
+        draining = asyncio.create_task(client.drain())
+        cancelled = asyncio.create_task(client.drain())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        server.abort()
+        with pytest.raises(BrokenError):
+            await draining
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+
+async def test_memory_is_free_afterwards() -> None:
+    """Memory that was lent for a large message isn't held any more when the future is done."""
+    async with channels() as (client, server):
+        data = bytearray(100_000)
+        sending = client.send(data)
+        with pytest.raises(BufferError):
+            data.append(1)  # lent
+        await server.recv()
+        await sending
+        data.append(1)
+
+
+async def test_closed() -> None:
+    """After a close nothing can be sent; what came before is received; then each side is told in its own way."""
+    async with channels() as (client, server):
+        server.send(b"last words")
+        await server.drain()
+        await until(lambda: client._protocol.inbound)
+        await client.close()
+        await client.close()
+        assert client.is_closing()
+        assert await client.recv() == b"last words"
+        for attempt in (client.recv, client.drain, lambda: client.recv_into(bytearray(9))):
+            with pytest.raises(ClosedError):
+                await attempt()
+        with pytest.raises(ClosedError):
+            client.send(b"more")
+        with pytest.raises(BrokenError) as caught:
+            await server.recv()
+        assert caught.value.orderly
+        await server.wait_closed()
+        with pytest.raises(BrokenError):
+            server.send(b"more")
+
+
+async def test_close_waits_for_large_messages() -> None:
+    """`close` lets the peer READ what was sent; nobody's message is lost."""
+    async with channels() as (client, server):
+        sending = [client.send(pattern(200_000, index)) for index in range(40)]
+        closing = asyncio.create_task(client.close())
+        for index in range(40):
+            assert await server.recv() == pattern(200_000, index)
+        await asyncio.gather(*sending, closing)
+
+
+async def test_close_in_time() -> None:
+    """A peer that takes nothing can't hold a close up: what didn't leave ends with ClosedError."""
+    async with channels(TINY) as (client, _):
+        futures = [client.send(bytes(200)) for _ in range(10)]
+        await client.close(timeout=0.2)
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert isinstance(results[-1], ClosedError)
+
+
+async def test_both_close_at_once() -> None:
+    """Both ends close at the same time, with messages on their way, and neither is told of a fault."""
+    async with channels() as (client, server):
+        client.send(b"x")
+        server.send(b"y")
+        await asyncio.gather(client.close(), server.close())
+        for end in (client, server):
+            with suppress(ClosedError):
+                await end.recv()
+
+
+async def test_abort() -> None:
+    """An abort ends both sides at once: what waits is told."""
+    async with channels(TINY) as (client, server):
+        futures = [client.send(bytes(200)) for _ in range(10)]
+        receiving = asyncio.create_task(client.recv())
+        await asyncio.sleep(0)
+        client.abort()
+        client.abort()
+        with pytest.raises(ClosedError):
+            await receiving
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert isinstance(results[-1], ClosedError)
+        await server.wait_closed()
+        with pytest.raises(BrokenError):
+            server.send(b"x")
+
+
+@pytest.mark.parametrize("size", [200, 100_000])
+async def test_peer_dies(size: int) -> None:
+    """A peer that vanishes while messages are sent and received: everybody is told, nobody hangs."""
+    async with channels(TINY) as (client, server):
+
+        async def send() -> None:
+            while True:
+                await client.send(bytes(size))
+
+        tasks = [asyncio.create_task(send()) for _ in range(5)]
+        tasks.append(asyncio.create_task(client.recv()))
+        for _ in range(3):
+            await server.recv()
+        server.connection.abort()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, BrokenError)
+
+        async def receive() -> None:
+            while True:
+                await server.recv()
+
+        with pytest.raises((BrokenError, ClosedError)):
+            await receive()
+
+
+async def test_many_in_flight() -> None:
+    """Ten thousand small messages that nobody waits for, each received once and in order."""
+    count = 10_000 if DEVICE == "soft" else 2000
+
+    async def send(channel: MessageChannel) -> None:
+        for index in range(count):
+            await channel.send(index.to_bytes(64, "big"))
+
+    async with channels() as (client, server):
+        sending = asyncio.create_task(send(client))
+        for index in range(count):
+            assert int.from_bytes(await server.recv(), "big") == index
+        await sending
+
+
+async def test_a_receiver_lets_others_run() -> None:
+    """Receiving messages that are there doesn't keep other tasks from running."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async with channels(MessageParam(credits=200)) as (client, server):
+        for _ in range(2000):
+            await client.send(b"")
+        await client.drain()
+        ticking = asyncio.create_task(tick())
+        for _ in range(2000):
+            assert await server.recv() == b""
+        ticking.cancel()
+        assert ticks >= 5
+
+
+async def test_not_a_server_of_messages() -> None:
+    """A server of something else is told apart: by a ProtocolError that names the other side."""
+
+    async def handle(connection: aiordma.Connection) -> None:
+        with suppress(BrokenError):
+            await connection.recv()
+
+    async with aiordma.serve(handle, HOST, 0, device=DEVICE, private_data=b"something else") as server:
+        with pytest.raises(ProtocolError, match="isn't a hello"):
+            await aiordma.connect_messages(HOST, server.port, device=DEVICE)
+
+
+async def test_not_a_client_of_messages() -> None:
+    """A client of something else is rejected, and the server goes on."""
+    async with aiordma.serve_messages(MessageChannel.wait_closed, HOST, 0, device=DEVICE) as server:
+        for private_data in (b"", b"something else", b"aioM\x07"):
+            with pytest.raises(ConnectError):
+                await aiordma.connect(HOST, server.port, device=DEVICE, private_data=private_data)
+        async with aiordma.connect_messages(HOST, server.port, device=DEVICE):
+            pass
