@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from aiordma.errors import BrokenError, ClosedError, ProtocolError, RDMAError, RemoteCallError, UnsupportedError
 from aiordma.messages.outgoing import Data, Sending
 from aiordma.messages.protocol import Arrived, Kind, MessageParam, Offer
+from aiordma.messages.rendezvous import settled
 
 __all__ = ["CallHandler", "Calls"]
 
@@ -34,8 +35,8 @@ class Transport(Protocol):
     def submit(self, kind: Kind, ident: int, data: Data) -> Sending:
         """Send a record."""
 
-    async def fetch(self, offer: Offer) -> bytes:
-        """READ a large request or reply."""
+    def fetch(self, offer: Offer) -> asyncio.Task[bytes]:
+        """Begin to READ a large request or reply, and give its memory back."""
 
     def give_back(self, offer: Offer) -> None:
         """Give a large reply's memory back unread."""
@@ -100,10 +101,10 @@ class Calls:
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._queue.remove(waiter)
-            else:
+            if not waiter.cancelled():
                 self._leave()
+            elif waiter in self._queue:
+                self._queue.remove(waiter)
             raise
 
     def _leave(self) -> None:
@@ -148,7 +149,7 @@ class Calls:
 
     async def _fetch_reply(self, offer: Offer, reply: asyncio.Future[bytes]) -> None:
         try:
-            content = await self._channel.fetch(offer)
+            content = await settled(self._channel.fetch(offer))
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
             if not reply.done():
                 reply.set_exception(error)
@@ -164,11 +165,14 @@ class Calls:
         elif ident in self._handling:
             self._channel.violated(ProtocolError(f"the peer makes call {ident} twice"))
         else:
-            task = self._handling[ident] = self._spawn(self._handle(self._handler, content))
+            # Not in the handler's task, which may be cancelled before it begins: the memory is to be given back.
+            request = self._channel.fetch(content) if isinstance(content, Offer) else content
+            task = self._handling[ident] = self._spawn(self._handle(self._handler, request))
             task.add_done_callback(functools.partial(self._handled, ident))
 
-    async def _handle(self, handler: CallHandler, content: Arrived) -> Data:
-        return await handler(await self._channel.fetch(content) if isinstance(content, Offer) else content)
+    @staticmethod
+    async def _handle(handler: CallHandler, request: bytes | asyncio.Task[bytes]) -> Data:
+        return await handler(request if isinstance(request, bytes) else await settled(request))
 
     def _handled(self, ident: int, task: asyncio.Task[Data]) -> None:
         """A handler is done: send its reply. Not in its task, which may be cancelled before it begins."""

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self
 
 from aiordma.connection import Connection
 from aiordma.enums import Access, Opcode
 from aiordma.errors import BrokenError, BusyError, ClosedError, ProtocolError, RDMAError
 from aiordma.local_memory import LOCAL, Memory
-from aiordma.memory import MemoryRegion, exported
+from aiordma.memory import exported
 from aiordma.messages.calls import CallHandler, Calls, another
 from aiordma.messages.outgoing import Data, Sending
 from aiordma.messages.protocol import Kind, MessageParam, Offer, Protocol
+from aiordma.messages.rendezvous import Rendezvous, settled
 from aiordma.types import Buffer
 
 __all__ = ["MessageChannel"]
-
-_T = TypeVar("_T")
 
 _SEND: Final = Opcode.SEND
 #: Frames that leave as soon as they are full, in one turn of the loop; then senders wait for the next turn.
 _FRAMES_A_TURN: Final = 4
 #: Messages that are received without a trip through the loop before it gets its turn.
 _RECEIVES_A_TURN: Final = 256
-#: Bytes of one READ, and READs in flight for one message.
-_READ_SIZE: Final = 4 << 20
-_READS: Final = 4
 #: Bytes of large messages that are READ before `recv()` asks for them; a first one is READ whatever its size.
 _AHEAD: Final = 8 << 20
 
@@ -65,7 +60,6 @@ class MessageChannel:
         self.max_small = self._protocol.max_small
         self._inbound = self._protocol.inbound
         self._max_inline = connection.capabilities.max_inline_data
-        self._read_size = min(_READ_SIZE, connection.capabilities.max_msg_size)
         #: What `send` gives where it has nothing to wait for.
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._done.set_result(None)
@@ -80,7 +74,7 @@ class MessageChannel:
         #: Large messages that are READ, or were, for a `recv()` to come.
         self._fetches: dict[Offer, asyncio.Task[bytes]] = {}
         self._ahead = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._rendezvous = Rendezvous(connection)
         #: Why nothing can be sent any more.
         self._refusal: RDMAError | None = None
         self._gone: asyncio.Future[None] = self._loop.create_future()
@@ -260,15 +254,11 @@ class MessageChannel:
             elif first in self._fetches:
                 target[:length] = await self._fetched(first)
             else:
-                sink = buffer[:length] if isinstance(buffer, LOCAL) and self._is_sink(buffer.region) else None
-                await self._settled(self._spawn(self._read_into(first, sink, target[:length])))
+                await settled(self._rendezvous.fetch_into(first, buffer, target[:length]))
                 self._protocol.offers.popleft()
                 self._protocol.give_back(first)
             self._taken()
             return length
-
-    def _is_sink(self, region: MemoryRegion) -> bool:
-        return region.writable and region.pd is self.connection.pd and not region.closed
 
     def __aiter__(self) -> Self:
         """Iterate over messages, until the peer closes."""
@@ -327,88 +317,41 @@ class MessageChannel:
         offers = self._protocol.offers
         begun = sum([offer.length for offer in self._fetches])
         while offers and (not self._fetches or begun + offers[0].length <= _AHEAD) and not self._gone.done():
-            offer = offers.popleft()
-            begun += offer.length
-            self._fetches[offer] = self._spawn(self._fetch(offer))
+            begun += offers[0].length
+            self._begin(offers.popleft())
+
+    def _begin(self, offer: Offer) -> asyncio.Task[bytes]:
+        def done(task: asyncio.Task[bytes]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self.give_back(offer)
+
+        task = self._fetches[offer] = self._rendezvous.fetch(offer)
+        task.add_done_callback(done)
+        return task
 
     async def _fetched(self, offer: Offer) -> bytes:
         """Wait until the first message, a large one, is READ."""
         task = self._fetches.get(offer)
         if task is None:
-            self._protocol.offers.popleft()
-            task = self._fetches[offer] = self._spawn(self._fetch(offer))
+            task = self._begin(self._protocol.offers.popleft())
         try:
-            return await self._settled(task)
+            return await settled(task)
         except Exception:
             del self._fetches[offer]
             self._protocol.offers.appendleft(offer)  # it stays: perhaps there is memory for it the next time
             raise
 
-    async def fetch(self, offer: Offer) -> bytes:
-        """READ a large message of a call."""
-        return await self._settled(self._spawn(self._fetch(offer)))
+    def fetch(self, offer: Offer) -> asyncio.Task[bytes]:
+        """Begin to READ a large message of a call; its memory is given back when that is over, whoever waits for it."""
+        task = self._rendezvous.fetch(offer)
+        task.add_done_callback(lambda _: self.give_back(offer))
+        return task
 
     def give_back(self, offer: Offer) -> None:
-        """Give a large message's memory back unread."""
+        """Tell the peer that a large message's memory isn't needed any more."""
         self._protocol.give_back(offer)
         if not self._scheduled:
             self._schedule()
-
-    async def _fetch(self, offer: Offer) -> bytes:
-        region = self.connection.pd.alloc_bytes(offer.length)
-        try:
-            await self._read(offer, region)
-        finally:
-            region.deregister()
-        self.give_back(offer)
-        return region.data
-
-    async def _read_into(self, offer: Offer, sink: Memory | None, target: memoryview) -> None:
-        if sink is not None:
-            await self._read(offer, sink)
-            return
-        region = self.connection.pd.register(target, access=Access.LOCAL_WRITE)
-        try:
-            await self._read(offer, region)
-        finally:
-            region.deregister()
-
-    async def _read(self, offer: Offer, sink: Memory) -> None:
-        """READ a large message into memory, in pieces, several at once; at its end no READ is in flight."""
-        reads: deque[asyncio.Future[Any]] = deque()
-        start = 0
-        try:
-            for remote in offer.regions:
-                for begin in range(0, remote.length, self._read_size):
-                    piece = remote[begin : begin + self._read_size]
-                    if len(reads) == _READS:
-                        await reads.popleft()
-                    reads.append(self.connection.read(piece, into=sink[start : start + piece.length]))
-                    start += piece.length
-            while reads:
-                await reads.popleft()
-        except (OSError, RDMAError) as error:
-            await asyncio.gather(*reads, return_exceptions=True)
-            raise BrokenError(
-                f"a message of {offer.length} bytes couldn't be READ from the memory of the peer of {self!r}: {error}"
-            ) from error
-
-    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever waited for it may have been cancelled
-
-    @staticmethod
-    async def _settled(task: asyncio.Task[_T]) -> _T:
-        """Wait for a task without cancelling it: READs go on whoever waits."""
-        await asyncio.wait((task,))
-        return task.result()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -523,7 +466,7 @@ class MessageChannel:
             try:
                 await self.connection.close(timeout=max(0.0, deadline - self._loop.time()))
             finally:
-                if left := self._tasks | self._calls.tasks:
+                if left := self._rendezvous.tasks | self._calls.tasks:
                     await asyncio.wait(left)
 
     def abort(self) -> None:
