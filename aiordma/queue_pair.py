@@ -158,12 +158,15 @@ class QueuePair(RawConnect, SendLedger):
         """Look for the cause of an unsuccessful completion, the first of `completions`; True: there is none yet.
 
         What flushes may be polled before the request that failed, or before the connection manager or an asynchronous
-        event tells of the end (seen on siw and on rxe). In the first case the failure counts at once; in the others the
+        event tells of the end (seen on siw and on rxe); on a device that is being removed a request may fail for want
+        of its memory before that is told (siw). In the first case the failure counts at once; in the others the
         completion is kept here until the cause comes, or some seconds went by.
         """
         for completion in completions:
             wr_id, status, _, _, qp_num, _, _, _ = completion
             if qp_num == self.qp_num and status not in (0, _FLUSHED):
+                if self._context.is_leaving():
+                    break
                 slot = None if wr_id & 1 else next((slot for slot in self._ledger if slot.wr_id >= wr_id), None)
                 self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
                 return False
@@ -331,6 +334,8 @@ class QueuePair(RawConnect, SendLedger):
             self._post_collected()
         self._gone = failure
         self._unexplained.clear()  # this explains them: they end as all others do
+        # What failed a moment before, for the same reason (siw's WRITEs, with LOC_QP_OP_ERR), explains less.
+        self.refuse(failure)
         try:
             self.fail(failure)
             self.driver.to_error()

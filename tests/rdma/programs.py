@@ -123,10 +123,10 @@ async def removed() -> None:
             try:
                 await use()
             except BrokenError as error:
-                say(_names_the_device(error))
+                say(_names_the_device(error) or repr(error))
     errors = [task.exception() for task in done]
     say({type(error).__name__ for error in errors})
-    say({_names_the_device(error) for error in errors})
+    say({_names_the_device(error) or repr(error) for error in errors})
     say([event.event_type.name for event in events.seen][-1])
     try:
         await aiordma.connect(HOST, 1, device=DEVICE)
