@@ -261,14 +261,6 @@ class Context:
         self.fail(reason)
         self.close()
 
-    def is_leaving(self) -> bool:
-        """Ask whether the device is being removed: the kernel refuses its verbs before any event says so."""
-        try:
-            self.driver.query_port(1)
-        except DeviceError as error:
-            return error.errno == errno.EIO
-        return False
-
     def fail(self, reason: str) -> BrokenError:
         """The device is gone: end every request and queue pair; `close()` lets go of the rest. Idempotent.
 
