@@ -245,7 +245,11 @@ STATUS_TABLE: Final[dict[WCStatus, _Row]] = {
     WCStatus.LOC_LEN_ERR: _Row(
         LocalError, "a buffer is too short for the message; give a larger recv_size in ConnParam, or a longer sink"
     ),
-    WCStatus.LOC_QP_OP_ERR: _Row(LocalError, f"{_LOCAL_BUG}; a receive on rxe: the message is longer than recv_size"),
+    WCStatus.LOC_QP_OP_ERR: _Row(
+        LocalError,
+        f"{_LOCAL_BUG}; a receive on rxe: the message is longer than recv_size; a request on siw: or the connection "
+        "broke while it was sent",
+    ),
     WCStatus.LOC_EEC_OP_ERR: _Row(LocalError, _NOT_RC),
     WCStatus.LOC_PROT_ERR: _Row(
         LocalError, "a local buffer isn't registered in this protection domain, was freed, or lacks LOCAL_WRITE"

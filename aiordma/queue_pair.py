@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, ParamSpec, TypeVar
@@ -11,7 +10,7 @@ from typing import Final, ParamSpec, TypeVar
 from aiordma.completion import CompletionQueue
 from aiordma.drivers.base import Completion, DriverContext, DriverPD
 from aiordma.enums import Opcode, QPState, SendFlags, WCStatus
-from aiordma.errors import BrokenError, ClosedError, CompletionError, DeviceError, RDMAError, completion_error
+from aiordma.errors import BrokenError, ClosedError, CompletionError, RDMAError, completion_error
 from aiordma.raw_connect import RawConnect
 from aiordma.recv_ledger import RecvLedger
 from aiordma.send_ledger import SendLedger
@@ -159,15 +158,12 @@ class QueuePair(RawConnect, SendLedger):
         """Look for the cause of an unsuccessful completion, the first of `completions`; True: there is none yet.
 
         What flushes may be polled before the request that failed, or before the connection manager or an asynchronous
-        event tells of the end (seen on siw and on rxe); on a device that is being removed a request may fail for want
-        of its memory before that is told (siw). In the first case the failure counts at once; in the others the
+        event tells of the end (seen on siw and on rxe). In the first case the failure counts at once; in the others the
         completion is kept here until the cause comes, or some seconds went by.
         """
         for completion in completions:
             wr_id, status, _, _, qp_num, _, _, _ = completion
             if qp_num == self.qp_num and status not in (0, _FLUSHED):
-                if self._device_leaves():
-                    break
                 slot = None if wr_id & 1 else next((slot for slot in self._ledger if slot.wr_id >= wr_id), None)
                 self._foreseen = (wr_id, self._failed(completion, Opcode(slot.opcode) if slot else None))
                 return False
@@ -179,14 +175,6 @@ class QueuePair(RawConnect, SendLedger):
             self._explaining = self._loop.call_later(_EXPLAINED_WITHIN, self._unexplained_end)
         self._unexplained.append(completions[0])
         return True
-
-    def _device_leaves(self) -> bool:
-        """Ask whether the device is being removed: the kernel refuses its verbs before any event says so."""
-        try:
-            self._context.query_port(1)
-        except DeviceError as error:
-            return error.errno == errno.EIO
-        return False
 
     def _unexplained_end(self) -> None:
         self.fail(self._why())

@@ -34,7 +34,6 @@ def test_removed_under_load(device: OwnDevice, loop: str) -> None:
         "True",
         "True",
         "True",
-        "{'BrokenError'}",
         "{True}",
         "DEVICE_FATAL",
         "DeviceError",
