@@ -29,18 +29,20 @@ TEST_LIMIT: Final = 240
 
 
 class Run:
-    """A guest, and the suites that run in it, one after the other."""
+    """A guest, and the suites that run in it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.pytest: list[str] = arguments.pytest
         self.deadline = time.monotonic() + arguments.limit
-        self.plan = [
-            (suite, device)
-            for suite in SUITES
-            for device in suite.devices
-            if device in (arguments.device or DEVICES) and (not arguments.suite or suite.name in arguments.suite)
-        ]
-        self.outcomes: list[Outcome] = []
+        #: What runs one after the other, and of each what runs at the same time.
+        self.plan: list[tuple[Suite, list[Outcome]]] = []
+        for suite in SUITES:
+            if arguments.suite and suite.name not in arguments.suite:
+                continue
+            chosen = [device for device in suite.devices if device in (arguments.device or DEVICES)]
+            for devices in [chosen] if suite.together and chosen else [[device] for device in chosen]:
+                self.plan.append((suite, [Outcome(device, suite.name) for device in devices]))
+        self.outcomes = [outcome for _, group in self.plan for outcome in group]
         self.traces: list[str] = []
 
     def all(self, folder: Path) -> None:
@@ -54,50 +56,53 @@ class Run:
                 print(f"aiordma: the guest is up after {guest.boot_seconds:.1f} s", flush=True)
             except HarnessError as error:
                 gone = _report(error)
-            for suite, device in self.plan:
-                outcome = Outcome(device, suite.name)
-                self.outcomes.append(outcome)
-                if gone:
-                    outcome.problem = f"not run, as {gone}"
-                    continue
+            for suite, group in self.plan:
                 try:
-                    self._one(folder, guest, cable, suite, outcome)
+                    if not gone:
+                        self._run(folder, guest, cable, suite, group)
+                        continue
                 except HarnessError as error:
                     guest.kill()
-                    gone = outcome.problem = _report(error)
+                    gone = _report(error)
+                for outcome in group:
+                    outcome.problem = outcome.problem or f"not run, as {gone}"
             self.traces = guest.traces()
 
-    def _one(self, folder: Path, guest: Guest, cable: Cable, suite: Suite, outcome: Outcome) -> None:
-        name = f"{outcome.device}-{suite.name}"
-        print(f"\n--- {suite.name} on {outcome.device}", flush=True)
+    def _run(self, folder: Path, guest: Guest, cable: Cable, suite: Suite, group: list[Outcome]) -> None:
+        """Run a suite on some devices at the same time."""
+        print(f"\n--- {suite.name} on {' and '.join(outcome.device for outcome in group)}", flush=True)
         limit = min(suite.limit, self.deadline - time.monotonic())
-        if limit <= 0:
-            outcome.problem = "not run: the time limit of the whole run was reached"
-            return
-        environment = {
-            "AIORDMA_TEST_MANY": MANY,
-            **DEVICES[outcome.device],
-            **suite.environment.get(outcome.device, {}),
-        }
+        problem = "" if limit > 0 else "not run: the time limit of the whole run was reached"
         with contextlib.ExitStack() as stack:
             peer = None
-            if suite.peer:
+            environment = {"AIORDMA_TEST_MANY": MANY}
+            if suite.peer and not problem:
                 peer = Peer(folder, guest, cable)
                 stack.enter_context(peer.guest)
                 peer.start()
                 environment["AIORDMA_TEST_PEER"] = IN_GUEST
             for command in suite.setup:
-                if guest.run(command, {}, SETUP_LIMIT):
-                    outcome.problem = f"its setup failed: {command}"
-                    return
-            pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_LIMIT}"]
-            if suite.workers:
-                pytest += ["-n", str(suite.workers), "--dist=worksteal"]
-            command = shlex.join([*pytest, f"--junitxml=/out/junit/{name}.xml", suite.path, *self.pytest])
-            status = guest.run(command, environment, limit, poll=peer.serve if peer else None)
+                if not problem and guest.run(command, {}, SETUP_LIMIT):
+                    problem = f"its setup failed: {command}"
+            if problem:
+                for outcome in group:
+                    outcome.problem = problem
+                return
+            jobs = [
+                guest.start(self._pytest(suite, outcome), environment | suite.variables(outcome.device), limit)
+                for outcome in group
+            ]
+            for outcome, job in zip(group, jobs, strict=True):
+                status = guest.wait(job, poll=peer.serve if peer else None)
+                read_junit(outcome, OUT / "junit" / f"{outcome.name}.xml", status, empty_is_fine=bool(self.pytest))
             for command in suite.teardown:
                 guest.run(command, {}, SETUP_LIMIT)
-        read_junit(outcome, OUT / "junit" / f"{name}.xml", status, empty_is_fine=bool(self.pytest))
+
+    def _pytest(self, suite: Suite, outcome: Outcome) -> str:
+        pytest = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_LIMIT}"]
+        if suite.workers:
+            pytest += ["-n", str(suite.workers), "--dist=worksteal"]
+        return shlex.join([*pytest, f"--junitxml=/out/junit/{outcome.name}.xml", suite.path, *self.pytest])
 
 
 def _report(error: HarnessError) -> str:

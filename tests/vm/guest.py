@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from tests.vm.host import HarnessError
 
@@ -30,6 +30,17 @@ INTERVAL: Final = 0.1
 TRACE: Final = re.compile(
     r"BUG:|kernel BUG at|Oops|general protection fault|WARNING: CPU|Kernel panic|refcount_t:|hung_task"
 )
+
+
+class Job(NamedTuple):
+    """A command that the guest runs."""
+
+    command: str
+    #: The stem of its files in the shared folder.
+    file: Path
+    limit: float
+    #: When the guest is given up, by the monotonic clock.
+    deadline: float
 
 
 class Guest:
@@ -117,25 +128,32 @@ class Guest:
             show: Whether its output is copied to ours.
             poll: Called now and then meanwhile.
         """
-        job = self.folder / "jobs" / str(next(self._numbers))
+        return self.wait(self.start(command, environment, limit), show=show, poll=poll)
+
+    def start(self, command: str, environment: Mapping[str, str], limit: float) -> Job:
+        """Have the guest begin with a command, as `run` does, beside what else it runs."""
+        file = self.folder / "jobs" / str(next(self._numbers))
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
-        new = job.with_suffix(".new")
+        new = file.with_suffix(".new")
         new.write_text(f"{exports}exec timeout --kill-after=5 {limit:.0f} bash -c {shlex.quote(command)}\n")
-        new.rename(job.with_suffix(".sh"))
-        deadline = time.monotonic() + limit + GRACE
+        new.rename(file.with_suffix(".sh"))
+        return Job(command, file, limit, time.monotonic() + limit + GRACE)
+
+    def wait(self, job: Job, *, show: bool = True, poll: Callable[[], None] | None = None) -> int:
+        """Wait for the end of a command; its output, also what there is by now, comes on ours."""
         shown = 0
         while True:
             # Looked at before the output is: what was written before the status is copied too.
-            ended = job.with_suffix(".rc").exists()
+            ended = job.file.with_suffix(".rc").exists()
             if show:
-                shown = _copy_from(job.with_suffix(".out"), shown)
+                shown = _copy_from(job.file.with_suffix(".out"), shown)
             if ended:
-                return _status(job.with_suffix(".rc").read_text())
+                return _status(job.file.with_suffix(".rc").read_text())
             if self._process is None or self._process.poll() is not None:
-                raise self._error(f"the guest ended during {command!r}")
-            if time.monotonic() > deadline:
+                raise self._error(f"the guest ended during {job.command!r}")
+            if time.monotonic() > job.deadline:
                 raise self._error(
-                    f"the guest was still busy {GRACE:.0f} s after the limit of {limit:.0f} s: {command!r}"
+                    f"the guest was still busy {GRACE:.0f} s after the limit of {job.limit:.0f} s: {job.command!r}"
                 )
             if poll is not None:
                 poll()

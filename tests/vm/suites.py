@@ -39,6 +39,8 @@ class Suite:
     limit: float = 1800.0
     #: Processes that share its tests: as many as the guest has processors, where no test minds another one beside it.
     workers: int = 0
+    #: Whether it runs on all its devices at the same time: no test minds what happens to the other ones.
+    together: bool = False
     #: Shell commands in the guest before it runs, and after.
     setup: tuple[str, ...] = ('bash "$AIORDMA_VM_TOOLS/devices"',)
     teardown: tuple[str, ...] = ()
@@ -46,6 +48,10 @@ class Suite:
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     #: Whether a second guest is at the other end of a cable; tests reach it by AIORDMA_TEST_PEER, its folder.
     peer: bool = False
+
+    def variables(self, device: str) -> dict[str, str]:
+        """Give the environment variables by which its tests learn of a device."""
+        return {**DEVICES[device], **self.environment.get(device, {})}
 
 
 SUITES: Final = (
@@ -56,6 +62,7 @@ SUITES: Final = (
         name="interop",
         path="tests/interop",
         devices=("soft", "rxe", "siw"),
+        together=True,
         # The peer of the soft device is the kernel's siw.
         environment={"soft": {"AIORDMA_TEST_HOST": "10.79.0.1", "AIORDMA_TEST_HOST6": "fd79::1"}},
     ),

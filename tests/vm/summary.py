@@ -24,6 +24,11 @@ class Outcome:
     problem: str = ""
 
     @property
+    def name(self) -> str:
+        """What its files are named."""
+        return f"{self.device}-{self.suite}"
+
+    @property
     def bad(self) -> bool:
         """Whether it fails the run."""
         return bool(self.failed or self.problem)
